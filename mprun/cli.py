@@ -1,0 +1,107 @@
+"""The command line: ``mprun [COMMAND] [overrides]``, also ``python -m mprun``.
+
+COMMAND is the first word without ``=`` or a leading ``-``, ``train`` if there is none. Errors that a user can cause are
+printed once, as one block, without a traceback; the exit status is 2 where nothing was started, 1 where a run failed,
+130 and 143 after SIGINT and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from mprun.errors import ConfigError, MprunError
+
+COMMANDS = {
+    "train": "one run (the default command); with -m a sweep",
+    "env": "this machine: device, dtypes, CPU kernels, versions",
+    "list": "groups, options and recipes: mprun list [GROUP]",
+    "show": "the resolved configuration, without running it",
+    "validate": "every check of a configuration, without training",
+}
+
+# Hydra's own flags: these are handed to Hydra as they are.
+HYDRA_FLAGS = {
+    "-m", "--multirun", "--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc", "--resolve",
+    "--package", "-p", "--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp",
+    "--experimental-rerun", "--run", "-r",
+}  # fmt: skip
+
+HELP = """mprun: config-driven mixed-precision training
+
+usage: mprun [COMMAND] [key=value ...]        also: python -m mprun
+
+commands
+{commands}
+
+examples
+  mprun precision=fp16_dynamic model=vit      train a small ViT in FP16 with a dynamic loss scale
+  mprun precision=bf16 model=resnet seed=1    BF16 has FP32's range: no loss scale
+  mprun -m precision=fp32,bf16,fp16_dynamic   one run for each
+  mprun resume=latest train.epochs=120        go on where the newest run stopped
+  mprun list precision                        what can follow precision=
+  mprun show precision=fp16_static            the whole configuration, with every key
+
+Hydra's flags work as well: -m/--multirun, --cfg job, --info, --shell-completion, --hydra-help.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line. Returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    # Hydra then raises its errors instead of printing them, so that each is printed once, here.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    try:
+        if any(word in ("-h", "--help") for word in words):
+            print(HELP.format(commands="\n".join(f"  {name:<10}{text}" for name, text in COMMANDS.items())), end="")
+            return 0
+        if "--version" in words:
+            from mprun import __version__
+
+            print(f"mprun {__version__}")
+            return 0
+        command, rest = split(words)
+        if command == "train" and any(word.split("=")[0] in HYDRA_FLAGS for word in rest):
+            from mprun.commands.multirun import run as hydra_run
+
+            return hydra_run(rest)
+        return int(import_module(f"mprun.commands.{command}").run(rest))
+    except MprunError as error:
+        report(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) has gone; nothing is left to say. Keep Python from complaining while it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def split(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The command and the rest of the line.
+
+    Raises:
+        ConfigError: the first plain word is no command.
+    """
+    for index, word in enumerate(words):
+        if "=" in word or word.startswith(("-", "~", "+")):
+            continue
+        if word in COMMANDS:
+            return word, [*words[:index], *words[index + 1 :]]
+        from mprun.config_check import nearest
+
+        raise ConfigError(f"unknown command {word!r}: {nearest(word, COMMANDS)}")
+    return "train", list(words)
+
+
+def report(error: MprunError) -> None:
+    """Print an error once, on stderr: one block, the first line marked."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    print("\n".join([f"mprun: error: {lines[0]}", *(f"  {line.strip()}" for line in lines[1:])]), file=sys.stderr)
+
+
+def entry() -> None:
+    """Console script: exits with the status of :func:`main`."""
+    sys.exit(main())

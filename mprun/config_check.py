@@ -1,0 +1,181 @@
+"""The border: a composed config in, a checked :class:`~mprun.config.Config` out.
+
+Hydra accepts keys that the schema does not know when they come with ``+`` and lets ``~`` delete keys, and types say
+nothing about ranges. :func:`to_config` walks all keys, then checks ranges and the rules between keys, and reports every
+problem in one error, before anything is built or created.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mprun.config import Config, DType, Mode, ScaleKind
+from mprun.errors import ConfigError
+
+# Free-form nodes: what they may hold is checked elsewhere (kwargs against the builder's signature).
+OPEN = ("model.kwargs", "dataset.kwargs", "optimizer.kwargs", "meta", "expect")
+
+Rule = tuple[str, Callable[[Any], bool]]
+
+
+def _positive(what: str = "a number above 0") -> Rule:
+    return what, lambda v: math.isfinite(v) and v > 0
+
+
+def _at_least(low: int) -> Rule:
+    return f"a whole number from {low} up", lambda v: v >= low
+
+
+def _between(low: float, high: float, *, closed: bool = True) -> Rule:
+    if closed:
+        return f"from {low:g} to {high:g}", lambda v: low <= v <= high
+    return f"from {low:g} to below {high:g}", lambda v: low <= v < high
+
+
+RANGES: dict[str, Rule] = {
+    "seed": ("a whole number from 0 to 2**63 - 1", lambda v: 0 <= v < 2**63),
+    "dataset.workers": _at_least(0),
+    "dataset.limit": _at_least(1),
+    "precision.loss_scale.init": _positive("a finite number above 0"),
+    "precision.loss_scale.min": _positive("a finite number above 0"),
+    "precision.loss_scale.max": _positive("a finite number above 0"),
+    "precision.loss_scale.growth_factor": ("a finite number above 1", lambda v: math.isfinite(v) and v > 1),
+    "precision.loss_scale.backoff_factor": ("above 0 and below 1", lambda v: 0 < v < 1),
+    "precision.loss_scale.growth_interval": _at_least(1),
+    "precision.loss_scale.hysteresis": _at_least(1),
+    "precision.loss_scale.patience": _at_least(1),
+    "optimizer.lr": ("a finite number from 0 up", lambda v: math.isfinite(v) and v >= 0),
+    "optimizer.weight_decay": ("a finite number from 0 up", lambda v: math.isfinite(v) and v >= 0),
+    "optimizer.momentum": _between(0, 1, closed=False),
+    "optimizer.eps": _positive("a finite number above 0"),
+    "optimizer.betas": ("numbers from 0 to below 1", lambda v: all(0 <= beta < 1 for beta in v)),
+    "schedule.warmup_steps": _at_least(0),
+    "schedule.warmup_frac": _between(0, 1, closed=False),
+    "schedule.final": _between(0, 1),
+    "train.epochs": _at_least(1),
+    "train.steps": _at_least(1),
+    "train.batch_size": _at_least(1),
+    "train.accumulate": _at_least(1),
+    "train.clip_norm": _positive("a finite number above 0, or null for no clipping"),
+    "train.label_smoothing": _between(0, 1, closed=False),
+    "train.loss_weight": _positive("a finite number above 0"),
+    "train.ema.decay": ("from 0 to below 1, or null for no EMA", lambda v: 0 <= v < 1),
+    "train.eval_every": _at_least(1),
+    "train.log_every": _at_least(1),
+    "train.checkpoint_every": _at_least(1),
+    "train.keep": _at_least(0),
+    "train.early_stop.patience": _at_least(1),
+}
+
+
+def nearest(name: str, legal: Iterable[str]) -> str:
+    """``did you mean 'x'?`` where something is near, and the legal names where they are few."""
+    names = sorted(set(legal))
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    hint = f"did you mean {' or '.join(repr(match) for match in close)}? " if close else ""
+    return f"{hint}legal: {', '.join(names)}" if len(names) <= 40 else hint or f"{len(names)} names are legal"
+
+
+def to_config(composed: DictConfig) -> Config:
+    """Check ``composed`` and turn it into a :class:`Config`.
+
+    Raises:
+        ConfigError: one line for every unknown, deleted or missing key, illegal value, and broken rule between keys.
+    """
+    problems = list(_key_problems(OmegaConf.to_container(composed, resolve=False), Config(), ""))
+    problems += [f"{key} has no value: set it with {key}=..." for key in sorted(OmegaConf.missing_keys(composed))]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0] + f" (key {error.full_key})") from error
+    assert isinstance(config, Config), "the schema is structured"
+    problems = [*_range_problems(config), *_scale_problems(config), *_policy_problems(config), *_other_problems(config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def to_plain(config: Config) -> dict[str, Any]:
+    """``config`` as plain containers, enums as their words: what ``config.yaml`` and W&B get."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config), resolve=True, enum_to_str=True)
+    assert isinstance(plain, dict), "the root is a mapping"
+    return {str(key): value for key, value in plain.items()}
+
+
+def value_at(config: Any, key: str) -> Any:
+    """The value at a dotted ``key``."""
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _key_problems(given: Any, schema: Any, path: str) -> Iterable[str]:
+    if not isinstance(given, dict):
+        yield f"{path}={given!r} is not a group of keys; set its parts: {', '.join(f'{path}.{f.name}' for f in fields(schema))}"
+        return
+    legal = {f.name: getattr(schema, f.name) for f in fields(schema)}
+    for name, value in given.items():
+        full = f"{path}.{name}" if path else str(name)
+        if name not in legal:
+            yield f"unknown key {full}: {nearest(str(name), legal)}"
+        elif full not in OPEN and is_dataclass(legal[name]):
+            yield from _key_problems(value, legal[name], full)
+    for name in legal.keys() - given.keys():
+        yield f"{path + '.' if path else ''}{name} was deleted (~): every key must be present; set it to null or a legal value"
+
+
+def _range_problems(config: Config) -> Iterable[str]:
+    for key, (legal, test) in RANGES.items():
+        value = value_at(config, key)
+        if value is None:
+            continue
+        if not test(value):
+            yield f"{key}={value} is not legal: {legal}"
+
+
+def _scale_problems(config: Config) -> Iterable[str]:
+    scale = config.precision.loss_scale
+    if scale.kind is ScaleKind.none:
+        return
+    if scale.min > scale.max:
+        yield f"precision.loss_scale.min={scale.min:g} is above precision.loss_scale.max={scale.max:g}"
+    elif not scale.min <= scale.init <= scale.max:
+        yield (
+            f"precision.loss_scale.init={scale.init:g} is outside [min, max] = [{scale.min:g}, {scale.max:g}]; "
+            "raise precision.loss_scale.max or choose another init"
+        )
+    if config.precision.compute_dtype is not DType.float16:
+        yield (
+            f"precision.loss_scale.kind={scale.kind.value} with compute_dtype={config.precision.compute_dtype.value}: "
+            "only float16 needs a loss scale; set precision.loss_scale.kind=none"
+        )
+
+
+def _policy_problems(config: Config) -> Iterable[str]:
+    p = config.precision
+    half = (DType.float16, DType.bfloat16)
+    where = f"(precision={p.name}; the named options are in conf/precision)"
+    if p.mode is Mode.full and (p.compute_dtype is not DType.float32 or p.param_dtype is not DType.float32):
+        yield f"precision.mode=full computes in float32 with float32 parameters; for half use mode autocast or master {where}"
+    if p.mode is not Mode.full and p.compute_dtype not in half:
+        yield f"precision.mode={p.mode.value} needs compute_dtype float16 or bfloat16, not {p.compute_dtype.value} {where}"
+    if p.mode is Mode.autocast and p.param_dtype is not DType.float32:
+        yield f"precision.mode=autocast keeps parameters in float32; {p.param_dtype.value} needs mode master {where}"
+    if p.mode in (Mode.master, Mode.pure) and p.param_dtype is not p.compute_dtype:
+        yield f"precision.mode={p.mode.value} has param_dtype equal to compute_dtype, not {p.param_dtype.value} {where}"
+
+
+def _other_problems(config: Config) -> Iterable[str]:
+    if config.schedule.warmup_steps is not None and config.schedule.warmup_frac is not None:
+        yield "schedule.warmup_steps and schedule.warmup_frac are both set: keep one, set the other to null"
+    if not config.name.strip():
+        yield "name is empty: give the experiment a name, or leave the key out"

@@ -1,0 +1,58 @@
+"""The exception tree.
+
+    MprunError                   anything a user can cause or fix; printed as one block, no traceback
+    ├── ConfigError              a key, value or combination in the config is not legal
+    ├── PrecisionError           the precision policy cannot run as named on this device or torch
+    │   └── OverrideError        an FP32 rule matches nothing or contradicts the model
+    ├── LossScaleError           the loss scale ran out of room (floor, patience)
+    ├── NonFiniteError           a loss, input or gradient is NaN or inf where no scale can cure it
+    ├── CheckpointError          a checkpoint is missing, torn, foreign or of another model
+    └── RecipeError              a recipe file is malformed or names something untrusted
+
+Every message is one or two lines that say what was given, the key or file, what is legal, and what to do.
+Anything that is not an ``MprunError`` is a bug of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class MprunError(Exception):
+    """Base of every error that a user can cause or fix. ``exit_code`` is the status of the process."""
+
+    exit_code = 1
+
+
+class ConfigError(MprunError):
+    """The configuration is not legal; nothing has been created yet."""
+
+    exit_code = 2
+
+
+class PrecisionError(MprunError):
+    """The precision policy cannot run as named; it is never replaced by another."""
+
+    exit_code = 2
+
+
+class OverrideError(PrecisionError):
+    """An FP32 rule matches no module, or contradicts the model."""
+
+
+class LossScaleError(MprunError):
+    """Skips in a row reached ``patience``, or the loss scale cannot go lower."""
+
+
+class NonFiniteError(MprunError):
+    """A loss, an input or a gradient is NaN or inf, and the loss scale is not the cause."""
+
+
+class CheckpointError(MprunError):
+    """A checkpoint is missing, torn, foreign, or belongs to another model."""
+
+    exit_code = 2
+
+
+class RecipeError(MprunError):
+    """A recipe file is malformed, or names code outside ``trust``."""
+
+    exit_code = 2

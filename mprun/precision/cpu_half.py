@@ -1,0 +1,330 @@
+"""Real FP16 on the CPU at FP32 speed: widen the inputs, run the FP32 kernel, round once.
+
+What a Tensor Core computes. Its inputs are FP16; the product of two of them has at most 22 significant bits, so it is
+exact in FP32; products are summed in FP32; only the finished sum is rounded to FP16:
+
+    C = round16( alpha * sum_k A[i,k] * B[k,j] + beta * C0 )      products exact, sums in FP32, ONE rounding
+
+FP16 -> FP32 is exact, so a processor without half arithmetic can do this with its FP32 kernels:
+``mm(a.float(), b.float()).half()``. This module does that, in torch's dispatcher, for matrix products, convolutions and
+attention. Bias and ``beta * C0`` join in FP32, before the rounding. torch's own CPU half kernels give the same numbers
+(more than 99 % of the entries bit for bit; the rest differ by the order of the FP32 sum), 3 to 60 times more slowly.
+
+Range. The largest FP16 is 65504, and the next value would be 65536. Rounding to nearest takes what is below the midpoint,
+65520, to 65504, and everything from 65520 on to inf (the tie goes to the even significand, which is the one out of
+range). The FP32 sum knows on which side it is, so overflow appears where IEEE rounding puts it. A partial sum beyond
+65504 does no harm, as on a GPU. Magnitudes up to 2**-25 become 0; above that they live on as subnormals, spaced 2**-24.
+
+Attention. Scores and probabilities stay FP32 inside the kernel; the output is rounded once. A GPU also rounds the
+probabilities before they meet V; that difference lies within the rounding of the output. ``bf16_attention`` does the
+same for BF16, whose CPU flash-attention backward is several times slower than FP32 for small heads. The other BF16
+kernels are fast and are left alone.
+
+What stays native: ``dot``, ``addr``, reductions and pointwise operations, which are neither slow nor wrong, and SDPA's
+math path (dropout, masks that need gradients), which widens to FP32 by itself. ``addbmm``, ``conv_tbc`` and recurrent
+cells are composed of the operations above, on the CPU as on CUDA: one rounding per part. cuDNN adds a convolution's bias after
+its rounding; here, as in oneDNN, it joins before.
+
+How. The kernels sit on the dispatch key ``BackendSelect``, which every call passes just above the device's own kernels: below
+autograd, autocast, vmap and tracing. So autograd still saves FP16 tensors, backward and compiled code (which calls ``mm.out``
+through the dispatcher) reach the same kernels, and nothing of torch's is overwritten. Other dtypes and devices go on to the
+kernel they would have had, bit for bit, for about 2 us a call; FP16 pays about 5 us and the casts. Replacing the "CPU"
+kernels themselves would cost the same, but ``get_kernel(...).call_boxed`` keeps Python's global lock during
+the arithmetic, which stalls loader threads; ``redispatch`` gives it up.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from mprun.errors import PrecisionError
+
+Kernel: TypeAlias = Callable[..., Any]
+Result: TypeAlias = Literal["new", "out", "self"]  # a new tensor, the argument `out`, or the first argument in place
+
+SETTINGS = ("auto", "fast", "native")
+
+# Every matrix product and convolution with a half kernel of its own on the CPU. `mv` arrives as `addmv_`, `linear` as
+# `addmm` or `mm`, a convolution of any rank, grouped or transposed, as `convolution`. Compiled code uses the `.out` forms.
+PRODUCTS: dict[str, Result] = {
+    "mm": "new",
+    "mm.out": "out",
+    "addmm": "new",
+    "addmm.out": "out",
+    "addmm_": "self",
+    "bmm": "new",
+    "bmm.out": "out",
+    "baddbmm": "new",
+    "baddbmm.out": "out",
+    "baddbmm_": "self",
+    "addmv": "new",
+    "addmv.out": "out",
+    "addmv_": "self",
+    "_addmm_activation": "new",
+    "_addmm_activation.out": "out",
+    "convolution": "new",
+    "convolution_backward": "new",
+}
+
+# Operation -> how many of its leading results are rounded. The logsumexp of the forward pass stays FP32.
+ATTENTION: dict[str, int] = {
+    "_scaled_dot_product_flash_attention_for_cpu": 1,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 3,
+}
+
+
+def resolve(setting: str, *, device_type: str, compute_dtype: torch.dtype | None) -> str:
+    """Say which FP16 kernels a run will really use.
+
+    ``auto`` asks what torch asks itself before it hands a half product to oneDNN: ``_is_mkldnn_fp16_supported()``. It is
+    true with AVX512-FP16 or AMX-FP16 on x86 and with half arithmetic on ARM, if this build makes use of them. Where
+    it is false torch falls back to its slow reference loops, and ``auto`` means ``fast``.
+
+    Args:
+        setting: ``auto``, ``fast`` or ``native`` (``numerics.cpu_fp16``).
+        device_type: Where the model runs, such as ``cpu`` or ``cuda``.
+        compute_dtype: The policy's compute dtype, or None if it has none.
+
+    Returns:
+        ``fast``, ``native``, or ``none`` where no FP16 runs on the CPU.
+
+    Raises:
+        PrecisionError: If ``setting`` is none of the three.
+    """
+    if setting not in SETTINGS:
+        raise PrecisionError(f"numerics.cpu_fp16={setting!r} is not one of {', '.join(SETTINGS)}")
+    if device_type != "cpu" or compute_dtype is not torch.float16:
+        return "none"
+    if setting == "auto":
+        return "native" if _torch_has_half_arithmetic() else "fast"
+    return setting
+
+
+def _torch_has_half_arithmetic() -> bool:
+    """Whether torch computes half products natively on this processor. A build without oneDNN does not."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+@contextmanager
+def cpu_half_kernels(*, half: bool, bf16_attention: bool) -> Iterator[None]:
+    """Use the fast kernels for a while, in all threads of this process.
+
+    May be nested and repeated, with any mixture of arguments: kernels stay for as long as somebody asks for them. The order
+    against ``torch.autocast`` and other contexts does not matter, but forward and backward must both be inside.
+
+    Args:
+        half: FP16 products, convolutions and attention.
+        bf16_attention: The flash-attention pair for BF16 inputs.
+
+    Yields:
+        None.
+
+    Raises:
+        PrecisionError: If torch lacks a hook, or if its FP32 kernels are allowed to multiply in BF16.
+    """
+    mine = [dtype for dtype, on in ((torch.float16, half), (torch.bfloat16, bf16_attention)) if on]
+    if mine:
+        _refuse_bf16_inside_fp32()
+        _check_hooks()
+        _change(mine, +1)
+    try:
+        yield
+    finally:
+        if mine:
+            _change(mine, -1)
+
+
+def _refuse_bf16_inside_fp32() -> None:
+    """Stop if oneDNN may cut FP32 inputs to BF16: eight significant bits would lose three of FP16's eleven."""
+    mkldnn: Any = torch.backends.mkldnn
+    for name in ("matmul", "conv"):
+        if getattr(getattr(mkldnn, name, None), "fp32_precision", "ieee") == "bf16":
+            raise PrecisionError(
+                f"numerics.cpu_fp16=fast needs FP32 kernels that keep FP16 inputs whole, but "
+                f"torch.backends.mkldnn.{name}.fp32_precision is 'bf16'; set it to 'ieee' "
+                "(torch.set_float32_matmul_precision('highest')), or use numerics.cpu_fp16=native"
+            )
+
+
+# --- installing -------------------------------------------------------------------------------------------------------
+
+_KEY = "BackendSelect"
+_lock = threading.Lock()
+_users: dict[torch.dtype, int] = {torch.float16: 0, torch.bfloat16: 0}
+_libraries: dict[str, Any] = {}
+
+
+def _change(dtypes: list[torch.dtype], by: int) -> None:
+    """Count users per dtype, then install or remove what that asks for. Installed kernels read ``_users``."""
+    with _lock:
+        for dtype in dtypes:
+            _users[dtype] += by
+        try:
+            _settle()
+        except PrecisionError:
+            for dtype in dtypes:
+                _users[dtype] -= by
+            _settle()
+            raise
+
+
+def _settle() -> None:
+    wanted = {"attention": any(_users.values()), "products": _users[torch.float16] > 0}
+    for group, on in wanted.items():
+        if on and group not in _libraries:
+            _libraries[group] = _install(group)
+        elif not on and group in _libraries:
+            _libraries.pop(group)._destroy()
+
+
+def _install(group: str) -> Any:
+    if group == "attention":
+        kernels = {name: _attention(_operation(name), rounded) for name, rounded in ATTENTION.items()}
+    else:
+        kernels = {name: _PRODUCT_KERNELS[result](_operation(name)) for name, result in PRODUCTS.items()}
+    new_library: Any = torch.library.Library
+    library = new_library("aten", "IMPL")
+    for name, kernel in kernels.items():
+        library.impl(name, kernel, _KEY, with_keyset=True)
+    return library
+
+
+def _operation(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    try:
+        return getattr(getattr(torch.ops.aten, packet), overload or "default")
+    except AttributeError as error:
+        raise _missing(f"the operation aten::{name}") from error
+
+
+def _check_hooks() -> None:
+    library: Any = torch.library.Library
+    present = {
+        "Library.impl(with_keyset=...)": "with_keyset" in inspect.signature(library.impl).parameters,
+        "Library._destroy": hasattr(library, "_destroy"),
+        "OpOverload.redispatch": hasattr(torch._ops.OpOverload, "redispatch"),
+        f"the dispatch key {_KEY}": hasattr(torch._C.DispatchKey, _KEY),
+        "torch._C._dispatch_keyset_full_after": hasattr(torch._C, "_dispatch_keyset_full_after"),
+    }
+    for hook, there in present.items():
+        if not there:
+            raise _missing(hook)
+
+
+def _missing(hook: str) -> PrecisionError:
+    return PrecisionError(
+        f"numerics.cpu_fp16=fast needs {hook}, which torch {torch.__version__} lacks; "
+        "numerics.cpu_fp16=native works without it (slowly)"
+    )
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+#
+# `keys` is the dispatcher's key set of the call; `keys & under` makes `redispatch` go to the kernel that would have run.
+# Nothing in here is recorded by autograd. Mixed dtypes go on unchanged as well: torch has the right error for them.
+
+
+def _keys_below_ours() -> Any:
+    return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+def _widen(keys: Any, values: tuple[Any, ...]) -> list[Any] | None:
+    """FP16 tensors among ``values`` as FP32, or None unless this is a dense CPU call with FP16 tensors only."""
+    if not keys.has(torch._C.DispatchKey.CPU):
+        return None
+    wide = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.dtype is not torch.float16:
+                return None
+            value = value.float()
+        wide.append(value)
+    return wide
+
+
+def _returns_new(operation: Any) -> Kernel:
+    under = _keys_below_ours()
+    # Compiled code asserts the strides that torch predicts for half: its reference loops for volumes know no channels-last.
+    plain_volumes = not _torch_has_half_arithmetic()
+
+    def narrow(value: Tensor) -> Tensor:
+        half = value.half()
+        return half.contiguous() if plain_volumes and half.dim() == 5 else half
+
+    def kernel(keys: Any, first: Tensor, *rest: Any, **options: Any) -> Any:
+        below = keys & under
+        if first.dtype is not torch.float16 or (wide := _widen(keys, rest)) is None:
+            return operation.redispatch(below, first, *rest, **options)
+        result = operation.redispatch(below, first.float(), *wide, **options)
+        if isinstance(result, Tensor):
+            return narrow(result)
+        return tuple(part if part is None else narrow(part) for part in result)  # None: a gradient nobody asked for
+
+    return kernel
+
+
+def _writes_out(operation: Any) -> Kernel:
+    under = _keys_below_ours()
+
+    def kernel(keys: Any, first: Tensor, *rest: Any, out: Tensor, **options: Any) -> Any:
+        below = keys & under
+        half = first.dtype is torch.float16 and out.dtype is torch.float16
+        if not half or (wide := _widen(keys, rest)) is None:
+            return operation.redispatch(below, first, *rest, out=out, **options)
+        result = first.new_empty(0, dtype=torch.float32)
+        operation.redispatch(below, first.float(), *wide, out=result, **options)
+        if out.shape != result.shape:
+            if out.numel():  # deprecated: torch's kernel resizes it, and warns
+                return operation.redispatch(below, first, *rest, out=out, **options)
+            out.resize_(result.shape)
+        return out.copy_(result)
+
+    return kernel
+
+
+def _writes_self(operation: Any) -> Kernel:
+    under = _keys_below_ours()
+
+    def kernel(keys: Any, target: Tensor, *rest: Any, **options: Any) -> Any:
+        below = keys & under
+        if target.dtype is not torch.float16 or (wide := _widen(keys, rest)) is None:
+            return operation.redispatch(below, target, *rest, **options)
+        result = target.float()  # a copy, which the FP32 kernel overwrites
+        operation.redispatch(below, result, *wide, **options)
+        return target.copy_(result)
+
+    return kernel
+
+
+def _attention(operation: Any, rounded: int) -> Kernel:
+    under = _keys_below_ours()
+
+    def kernel(keys: Any, first: Tensor, *rest: Any, **options: Any) -> Any:
+        below, dtype = keys & under, first.dtype
+        if not _users.get(dtype) or not keys.has(torch._C.DispatchKey.CPU):
+            return operation.redispatch(below, first, *rest, **options)
+
+        def widen(value: Any) -> Any:  # logsumexp and an FP32 mask are FP32 already
+            return value.float() if isinstance(value, Tensor) and value.dtype is dtype else value
+
+        result = operation.redispatch(below, *map(widen, (first, *rest)), **{k: widen(v) for k, v in options.items()})
+        return tuple(part.to(dtype) if i < rounded else part for i, part in enumerate(result))
+
+    return kernel
+
+
+_PRODUCT_KERNELS: dict[Result, Callable[[Any], Kernel]] = {
+    "new": _returns_new,
+    "out": _writes_out,
+    "self": _writes_self,
+}

@@ -1,0 +1,173 @@
+"""``metrics.jsonl``: the truth about a run, one JSON object a line.
+
+Each record is one line, handed to the operating system before the step goes on, so a killed process loses nothing that
+was logged; at most the line that was being written is torn, and the reader and the next segment leave that one out.
+
+A run that is resumed logs some steps twice: those between its checkpoint and the moment it died. Nothing is erased.
+Each life of the run is a *segment* with a number of its own, and every later one begins with a ``resume`` event that
+says from which step (and attempt) it goes on. From that it is plain which value counts::
+
+    a record of segment s is superseded  <=>  some later segment went on from before it, or logged it again
+
+NaN and infinity are no JSON. They are written as the strings ``"nan"``, ``"inf"``, ``"-inf"``, which every JSON parser
+reads, and :func:`read_metrics` gives floats back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mprun.errors import MprunError
+from mprun.tracking.base import Record, RunInfo, Sink
+from mprun.training.env import from_json, json_ready
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class JsonlSink(Sink):
+    """Appends records to ``metrics.jsonl``; gives every record its ``segment``, counted in the file itself."""
+
+    def __init__(self) -> None:
+        self.segment = 0
+        self._file: BinaryIO | None = None
+        self._path = Path(METRICS_FILE)
+
+    def start(self, info: RunInfo) -> None:
+        """Open the file; if it exists, mend its end and mark the new segment."""
+        self._path = info.run_dir / METRICS_FILE
+        earlier = _mend(self._path) if self._path.exists() else []
+        self.segment = 1 + max((record.get("segment", 0) for record in earlier), default=-1)
+        self._file = self._path.open("ab")
+        if not earlier and info.resumed_from_step is None:
+            return
+        step, attempt = info.resumed_from_step, info.resumed_from_attempt
+        self.log(
+            {
+                "kind": "event",
+                "event": "resume",
+                "step": step or 0,
+                "attempt": attempt if attempt is not None else step or 0,
+                "resumed_from_step": step,
+                "resumed_from_attempt": attempt,
+                "message": "started again from step 0" if step is None else f"resumed from step {step}",
+            }
+        )
+
+    def log(self, record: Record) -> None:
+        """Append one line.
+
+        Raises:
+            MprunError: the disk refuses. What happened to the run would be unknown from here on, so it must stop.
+        """
+        if self._file is None:
+            return
+        line = json.dumps(json_ready({**record, "segment": self.segment}), allow_nan=False) + "\n"
+        try:
+            self._file.write(line.encode())
+            self._file.flush()
+        except OSError as error:
+            self._abandon()
+            raise MprunError(
+                f"{self._path}: cannot be written ({error.strerror or error}); make room and resume"
+            ) from error
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _abandon(self) -> None:
+        """Close without flushing again: the buffered rest of a failed write must not fail a second time."""
+        file, self._file = self._file, None
+        try:
+            if file is not None:
+                file.close()
+        except OSError:
+            pass
+
+
+def read_metrics(path: Path, *, effective: bool = False) -> list[Record]:
+    """The records of a run, in the order they were logged.
+
+    Args:
+        path: a ``metrics.jsonl``, or the run folder that holds it.
+        effective: leave out what a later segment superseded, so that every step counts once.
+
+    Returns:
+        Records with NaN and infinities as floats. A torn last line is left out.
+
+    Raises:
+        MprunError: there is no such file, or a line before the last is not JSON.
+    """
+    path = path / METRICS_FILE if path.is_dir() else path
+    records, _ = _parse(path)
+    return _effective(records) if effective else records
+
+
+def _parse(path: Path) -> tuple[list[Record], int]:
+    """The whole records of a file, and the length in bytes of the part that holds them."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise MprunError(f"{path}: cannot be read ({error.strerror}); a run folder holds {METRICS_FILE}") from error
+    records, good = [], 0
+    lines = content.splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = from_json(json.loads(line)) if line.strip() else None
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise MprunError(f"{path}:{number}: not a JSON object ({error})") from error
+        if isinstance(record, dict):
+            records.append(record)
+        good += len(line)
+    return records, good
+
+
+def _mend(path: Path) -> list[Record]:
+    """Let the file end with a whole line, so that the next one starts on its own; returns its records."""
+    records, good = _parse(path)
+    with path.open("r+b") as file:
+        file.truncate(good)
+        if good:
+            file.seek(good - 1)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+    return records
+
+
+def _effective(records: list[Record]) -> list[Record]:
+    """Records that count; see the rule at the top of this module."""
+    # Backwards: by the time a record is met, every later segment has said where it began and what it logged.
+    kept: list[Record] = []
+    seen: dict[tuple[Any, ...], int] = {}
+    step_limit, attempt_limit = math.inf, math.inf
+    pending: list[Record] = []
+    for record in reversed(records):
+        segment = record.get("segment", 0)
+        if pending and segment != pending[-1].get("segment", 0):
+            step_limit, attempt_limit = _limits(pending, step_limit, attempt_limit)
+            pending = []
+        pending.append(record)
+        identity = (record.get("kind"), record.get("event"), record.get("attempt", record.get("step")))
+        if record.get("step", 0) > step_limit or record.get("attempt", 0) > attempt_limit:
+            continue
+        if seen.setdefault(identity, segment) == segment:
+            kept.append(record)
+    return kept[::-1]
+
+
+def _limits(segment: list[Record], step: float, attempt: float) -> tuple[float, float]:
+    """Where records of earlier segments end to count, once the records of a whole later segment are known."""
+    for record in segment:
+        if record.get("event") == "resume":
+            begin = record.get("resumed_from_step")
+            began = record.get("resumed_from_attempt")
+            step = min(step, -1 if begin is None else begin)
+            attempt = min(attempt, (math.inf if begin is not None else -1) if began is None else began)
+    return step, attempt

@@ -1,0 +1,85 @@
+"""From a checked configuration to a :class:`~mprun.training.loop.Run` that is ready to go, and the switches around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from mprun.config import Config
+from mprun.data import build_data
+from mprun.data.base import Data
+from mprun.errors import ConfigError
+from mprun.models.build import build_model
+from mprun.precision.cpu_autocast import cuda_operation_list
+from mprun.precision.cpu_half import cpu_half_kernels, resolve
+from mprun.precision.policy import PrecisionPolicy, check_support, matmul_precision
+from mprun.training.env import resolve_device, seed_everything
+from mprun.training.loop import Plan, make_plan
+from mprun.training.schedule import build_schedule
+from mprun.training.state import TrainState, build_state
+
+
+@contextmanager
+def switches(config: Config, device: torch.device) -> Iterator[str]:
+    """Everything global that a run sets, put back at the end: TF32 flags, determinism, CPU kernels and operation list.
+
+    Yields:
+        Which kernels compute FP16 on the CPU: ``fast``, ``native`` or ``none``.
+
+    Raises:
+        PrecisionError: the device or this torch cannot do what the policy names.
+    """
+    policy = PrecisionPolicy.from_config(config.precision)
+    check_support(policy, device)
+    dtypes = {policy.compute_dtype, policy.for_eval(config.precision.eval_dtype).compute_dtype}
+    half_dtype = torch.float16 if torch.float16 in dtypes else None
+    kernels = resolve(config.numerics.cpu_fp16.value, device_type=device.type, compute_dtype=half_dtype)
+    with ExitStack() as stack:
+        stack.enter_context(matmul_precision(policy))
+        stack.enter_context(_determinism(config.deterministic))
+        if device.type == "cpu" and dtypes & {torch.float16, torch.bfloat16}:
+            stack.enter_context(cuda_operation_list())
+            fast_attention = kernels == "fast" or torch.bfloat16 in dtypes
+            stack.enter_context(cpu_half_kernels(half=kernels == "fast", bf16_attention=fast_attention))
+        yield kernels
+
+
+@contextmanager
+def _determinism(on: bool) -> Iterator[None]:
+    cudnn: Any = torch.backends.cudnn
+    before = torch.are_deterministic_algorithms_enabled(), cudnn.benchmark
+    torch.use_deterministic_algorithms(on)
+    if on:
+        cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        cudnn.benchmark = before[1]
+
+
+def device_of(config: Config) -> torch.device:
+    """The device that ``config`` names, on this machine."""
+    return resolve_device(config.device)
+
+
+def build(config: Config, device: torch.device) -> tuple[TrainState, Data, Plan]:
+    """Seed, then build data, model, schedule and state. Must run inside :func:`switches`.
+
+    Raises:
+        ConfigError: a name, argument or combination is not legal.
+    """
+    seed_everything(config.seed)
+    data = build_data(config, device=device)
+    model = build_model(config.model, data.spec, trust=config.trust)
+    plan = make_plan(config, data.batches_per_epoch)
+    if plan.steps < 1:
+        raise ConfigError(
+            f"an epoch has no batch: {data.spec.train_examples} examples, train.batch_size={config.train.batch_size}, "
+            f"train.drop_last={config.train.drop_last}; use a smaller batch or train.drop_last=false"
+        )
+    schedule = build_schedule(config.schedule, plan.steps)
+    return build_state(config, model, schedule, device), data, plan

@@ -1,0 +1,178 @@
+"""Checkpoints: written atomically, read strictly.
+
+``save`` writes to a temporary file in the same folder, flushes it to the disk and renames it, so that ``last.pt`` is a
+whole checkpoint at every moment; a full disk costs the new file, never the old one. A checkpoint holds plain containers
+and tensors only and is read with ``weights_only=True``: a checkpoint cannot run code.
+
+Optimizer state is kept by parameter name in its own dtype. (``Optimizer.load_state_dict`` would cast float32 moments to
+the parameter's dtype.) Learning rate, betas and decay are not in it: they follow the configuration in force.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mprun.errors import CheckpointError
+from mprun.training.env import capture_rng, restore_rng
+from mprun.training.state import HostCounters, Position, TrainState
+
+FORMAT = 1
+TMP_SUFFIX = ".tmp"
+
+
+def snapshot(state: TrainState, **extra: Any) -> dict[str, Any]:
+    """Everything that ``state`` needs to go on, as plain containers and tensors. ``extra`` is stored beside it."""
+    return {
+        "format": FORMAT,
+        "step": state.counters.applied,
+        "model": dict(state.model.state_dict()),
+        "optimizer": optimizer_state(state),
+        "scale": state.scale.state_dict(),
+        "ema": None if state.ema is None else state.ema.state_dict(),
+        "counters": asdict(state.counters),
+        "position": asdict(state.position),
+        "rng": capture_rng(),
+        **extra,
+    }
+
+
+def restore(state: TrainState, saved: Mapping[str, Any], *, path: Path) -> None:
+    """Put ``saved`` into ``state``, in place. Strict: the model's names and shapes must be the same.
+
+    Raises:
+        CheckpointError: names or shapes differ, or the checkpoint has no EMA where the run wants one (or other way round).
+    """
+    _same_tensors(saved["model"], dict(state.model.state_dict()), what="model", path=path)
+    state.model.load_state_dict(saved["model"])
+    load_optimizer_state(state, saved["optimizer"], path=path)
+    state.scale = state.loss_scale.load(saved["scale"], state.device)
+    if state.ema is not None:
+        if saved["ema"] is None:
+            raise CheckpointError(f"{path} holds no EMA, and train.ema.decay is set: resume with train.ema=off")
+        state.ema.load_state_dict(saved["ema"])
+    state.counters = HostCounters(**saved["counters"])
+    state.position = Position(**saved["position"])
+    state.applied.fill_(state.counters.applied)
+    restore_rng(saved["rng"])
+
+
+def optimizer_state(state: TrainState) -> dict[str, dict[str, Any]]:
+    """Optimizer state by parameter name; entries of parameters that have none yet are left out."""
+    found = {}
+    for group in state.optimizer.param_groups:
+        for name, p in zip(group["names"], group["params"], strict=True):
+            if p in state.optimizer.state:
+                found[name] = dict(state.optimizer.state[p])
+    return found
+
+
+def load_optimizer_state(state: TrainState, saved: Mapping[str, Mapping[str, Any]], *, path: Path) -> None:
+    """Put saved optimizer state in place, on each parameter's device, in the dtype in which it was saved."""
+    for group in state.optimizer.param_groups:
+        for name, p in zip(group["names"], group["params"], strict=True):
+            if name not in saved:
+                continue
+            entry: dict[str, Any] = {}
+            for key, value in saved[name].items():
+                if isinstance(value, Tensor):
+                    if value.ndim and value.numel() == p.numel() and value.shape != p.shape:
+                        raise CheckpointError(f"{path}: optimizer state {key} of {name} has shape {tuple(value.shape)}")
+                    value = value.to(p.device if value.ndim or state.fused else "cpu", copy=True)
+                entry[key] = value
+            state.optimizer.state[p] = entry
+
+
+def save(content: Mapping[str, Any], path: Path) -> None:
+    """Write ``content`` to ``path`` atomically.
+
+    Raises:
+        CheckpointError: the disk refused; the file that was there before is untouched.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f".{path.name}.{os.getpid()}{TMP_SUFFIX}")
+    try:
+        with tmp.open("wb") as file:
+            torch.save(dict(content), file)
+            file.flush()
+            os.fsync(file.fileno())
+        tmp.replace(path)
+        _sync_folder(path.parent)
+    except (OSError, RuntimeError) as error:
+        # torch reports a full disk as a RuntimeError of its zip writer.
+        with contextlib.suppress(OSError):
+            tmp.unlink(missing_ok=True)
+        raise CheckpointError(f"could not write {path}: {error}; the earlier checkpoint there is untouched") from error
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a checkpoint, on the CPU.
+
+    Raises:
+        CheckpointError: missing, empty, torn, not a checkpoint of mprun, or of another format.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file")
+    if path.stat().st_size == 0:
+        raise CheckpointError(f"{path} is empty (0 bytes): the write was cut off; resume from another checkpoint")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain values, or is damaged; it was not loaded: {str(error).splitlines()[0]}"
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} is damaged or no checkpoint: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, dict) or "format" not in content:
+        raise CheckpointError(f"{path} is not a checkpoint of mprun (it has no 'format')")
+    if content["format"] != FORMAT:
+        raise CheckpointError(f"{path} has format {content['format']}; this version reads format {FORMAT}")
+    return content
+
+
+def clean(folder: Path) -> None:
+    """Remove what interrupted saves left behind."""
+    for leftover in folder.glob(f".*{TMP_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            leftover.unlink()
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Keep the ``keep`` highest ``step_<n>.pt`` of ``folder``, by number."""
+    numbered = sorted(folder.glob("step_*.pt"), key=lambda path: int(path.stem.removeprefix("step_")))
+    for path in numbered[: max(len(numbered) - keep, 0)]:
+        path.unlink(missing_ok=True)
+
+
+def _same_tensors(saved: Mapping[str, Tensor], own: Mapping[str, Tensor], *, what: str, path: Path) -> None:
+    missing, extra = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+    if missing or extra:
+        parts = [
+            f"{len(names)} {word} (first: {names[0]})"
+            for word, names in (("missing", missing), ("extra", extra))
+            if names
+        ]
+        raise CheckpointError(f"{path} is of another {what}: {' and '.join(parts)}")
+    for name, tensor in own.items():
+        if tuple(saved[name].shape) != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{path} is of another {what}: {name} has shape {tuple(saved[name].shape)}, here {tuple(tensor.shape)}"
+            )
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself durable; file systems that cannot are left alone."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,439 @@
+"""The visible loop: fetch a window, step, and at the borders log, evaluate, save.
+
+The host learns how steps ended when it *drains* the pending results: after every step on the CPU, where that costs
+nothing; on an accelerator at log points and wherever the next event could be due (evaluation, checkpoint, last step,
+end of an epoch). All counting is in applied steps.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from mprun.config import Config, OnNonFiniteLoss, OnOverflow, Task
+from mprun.data.base import Batch, Data
+from mprun.errors import CheckpointError, LossScaleError, NonFiniteError
+from mprun.tracking.base import Sink
+from mprun.training import checkpoint
+from mprun.training.blame import explain
+from mprun.training.env import capture_rng, peak_memory_bytes, restore_rng
+from mprun.training.metrics import Best, Means, SkipRate
+from mprun.training.state import TrainState
+from mprun.training.step import (
+    APPLIED,
+    EMPTY,
+    NONFINITE_GRAD,
+    NONFINITE_LOSS,
+    OVERFLOW,
+    StepResult,
+    StepRow,
+    eval_step,
+    train_step,
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long a run is. ``steps`` (applied) ends it, or ``epochs`` where ``by_steps`` is false."""
+
+    batches_per_epoch: int
+    windows_per_epoch: int
+    steps: int
+    epochs: int
+    by_steps: bool
+
+
+@dataclass
+class Run:
+    """One run in progress: what the loop needs besides the state."""
+
+    config: Config
+    state: TrainState
+    data: Data
+    plan: Plan
+    sinks: Sequence[Sink]
+    run_dir: Path
+    best: Best
+    metadata: dict[str, Any] = field(default_factory=dict)
+    segment: int = 0
+    means: Means = field(default_factory=Means)
+    skip_rate: SkipRate = field(default_factory=SkipRate)
+    pending: list[tuple[list[Batch], StepResult]] = field(default_factory=list)
+    final: dict[str, float] = field(default_factory=dict)
+    last_row: StepRow | None = None
+    logged_step: int = 0
+    evaluated_step: int = -1
+    saved_attempt: int = -1
+    train_s: float = 0.0
+    wait_s: float = 0.0
+    window_s: float = 0.0
+    window_attempts: int = 0
+    window_examples: int = 0
+    examples: int = 0
+    stop_signal: int | None = None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended: ``status`` is ``ok`` or ``interrupted``; every other end is an exception."""
+
+    status: str
+    signal: int | None = None
+    reason: str | None = None
+
+
+def make_plan(config: Config, batches_per_epoch: int) -> Plan:
+    """Length of the run. The tail window of an epoch is a window of its own, so windows are rounded up."""
+    windows = math.ceil(batches_per_epoch / config.train.accumulate)
+    by_steps = config.train.steps is not None
+    steps = config.train.steps if config.train.steps is not None else config.train.epochs * windows
+    return Plan(batches_per_epoch, windows, steps, config.train.epochs, by_steps)
+
+
+def best_of(config: Config) -> Best:
+    """What "best" means: the early-stopping metric, else top-1 for classification, else the loss."""
+    metric = config.train.early_stop.metric
+    if metric is None:
+        metric = "val/top1" if config.dataset.task is Task.classification else "val/loss"
+    return Best(metric, "min" if "loss" in metric else "max")
+
+
+def fit(run: Run) -> RunResult:
+    """Train until the plan is fulfilled, a signal arrives or early stopping decides.
+
+    Raises:
+        NonFiniteError: a loss, input or gradient is NaN or inf, and the scale is not the cause.
+        LossScaleError: too many skipped steps in a row.
+    """
+    state, plan = run.state, run.plan
+    with signals(run):
+        while not finished(run):
+            state.forward.train() if state.position.batch == 0 else None
+            applied_before = state.counters.applied
+            for window in windows(run):
+                step(run, window)
+                if finished(run) or run.stop_signal is not None:
+                    break
+            else:
+                end_epoch(run, applied_before)
+            if run.stop_signal is not None:
+                save(run)
+                return RunResult("interrupted", run.stop_signal)
+            if stop_early(run):
+                return conclude(run, f"no better {run.best.metric} in {run.best.stale} evaluations")
+    return conclude(run, None)
+
+
+def finished(run: Run) -> bool:
+    """Whether the plan is fulfilled, as far as the host knows."""
+    if run.plan.by_steps:
+        return run.state.counters.applied >= run.plan.steps
+    return run.state.position.epoch >= run.plan.epochs
+
+
+def windows(run: Run) -> Iterator[list[Batch]]:
+    """The windows of the rest of this epoch, from the state's position on; the last one may be shorter."""
+    window: list[Batch] = []
+    position = run.state.position
+    if position.batch >= run.plan.batches_per_epoch:
+        return
+    begin = time.perf_counter()
+    for batch in run.data.train_batches(position.epoch, position.batch):
+        window.append(batch)
+        if len(window) == run.config.train.accumulate:
+            run.wait_s += time.perf_counter() - begin
+            yield window
+            window = []
+            begin = time.perf_counter()
+    if window:
+        yield window
+
+
+def step(run: Run, window: list[Batch]) -> None:
+    """One window (again at a lower scale with ``on_overflow=retry``), and whatever is due after it."""
+    begin = time.perf_counter()
+    state, config = run.state, run.config
+    retry = config.precision.loss_scale.on_overflow is OnOverflow.retry and state.loss_scale.active
+    attempt(run, window)
+    if retry:
+        drain(run)
+        while run.last_row and run.last_row.outcome == OVERFLOW and run.last_row.loss_scale > state.loss_scale.min:
+            attempt(run, window)
+            drain(run)
+    state.position.batch += len(window)
+    size = sum(len(batch.ids) for batch in window)
+    run.window_examples += size
+    run.examples += size
+    if run.pending and _must_look(run):
+        drain(run)
+    run.window_s += time.perf_counter() - begin
+    run.train_s += time.perf_counter() - begin
+    if run.pending:
+        return
+    applied = state.counters.applied
+    if applied // config.train.log_every > run.logged_step // config.train.log_every:
+        log_train(run)
+    if _due(config.train.eval_every, applied, run.evaluated_step):
+        evaluate(run)
+    if config.train.checkpoint_every and _due(config.train.checkpoint_every, applied, run.saved_attempt):
+        save(run)
+
+
+def attempt(run: Run, window: list[Batch]) -> None:
+    """Run one training step and remember its result until the host looks."""
+    result = train_step(run.state, window)
+    run.state.counters.attempts += 1
+    run.window_attempts += 1
+    run.pending.append((window, result))
+
+
+def _must_look(run: Run) -> bool:
+    """Whether the host has to know now how the pending steps ended."""
+    state, train = run.state, run.config.train
+    if state.device.type == "cpu" or not state.fused or run.stop_signal is not None:
+        return True
+    upper = state.counters.applied + len(run.pending)
+    borders = [_next(every, state.counters.applied) for every in (train.eval_every, train.checkpoint_every) if every]
+    if run.plan.by_steps:
+        borders.append(run.plan.steps)
+    return (
+        len(run.pending) >= train.log_every
+        or state.position.batch >= run.plan.batches_per_epoch
+        or any(upper >= border for border in borders)
+    )
+
+
+def _next(every: int, applied: int) -> int:
+    return (applied // every + 1) * every
+
+
+def _due(every: int | None, applied: int, last: int) -> bool:
+    return every is not None and applied > 0 and applied % every == 0 and applied != last
+
+
+def drain(run: Run) -> None:
+    """Learn how the pending steps ended: count, record skips, raise what has to be raised."""
+    state, pending = run.state, run.pending
+    run.pending = []
+    first = state.counters.attempts - len(pending)
+    for number, (window, result) in enumerate(pending, start=first + 1):
+        row = result.read()
+        run.last_row = row
+        counters = state.counters
+        counters.applied = row.steps_applied
+        if row.outcome == APPLIED:
+            run.means.add(loss=row.loss, correct=row.correct, targets=row.valid_targets)
+        elif row.outcome == OVERFLOW:
+            counters.skipped += 1
+        elif row.outcome == EMPTY:
+            counters.empty += 1
+        else:
+            counters.nonfinite += 1
+        if row.outcome != APPLIED:
+            emit(run, _skip_record(run, row, number, window))
+        if row.outcome in (NONFINITE_LOSS, NONFINITE_GRAD):
+            _raise_nonfinite(run, row, number, window)
+        rate = run.skip_rate.add(number, row.outcome == OVERFLOW)
+        if rate is not None:
+            warn(run, f"{rate:.0%} of the last 100 steps overflowed at loss scale {row.loss_scale:g}: "
+                      "the scale is too high for these gradients, or a module overflows FP16 at any scale")  # fmt: skip
+        if row.consecutive_skips >= state.loss_scale.patience:
+            _raise_patience(run, row, number, window)
+
+
+def _skip_record(run: Run, row: StepRow, number: int, window: Sequence[Batch]) -> dict[str, Any]:
+    reasons = {OVERFLOW: "overflow", NONFINITE_LOSS: "nonfinite_loss", NONFINITE_GRAD: "nonfinite_grad", EMPTY: "empty"}
+    return {
+        "kind": "skip",
+        "step": row.steps_applied,
+        "attempt": number,
+        "reason": reasons[row.outcome],
+        "train/loss": row.loss,
+        "precision/loss_scale": row.loss_scale,
+        "precision/skipped_steps": run.state.counters.skipped,
+        "sample_ids": [int(i) for batch in window for i in batch.ids[:8]][:8],
+    }
+
+
+def _raise_nonfinite(run: Run, row: StepRow, number: int, window: Sequence[Batch]) -> None:
+    """Stop for a non-finite loss or gradient, unless a non-finite loss is to be skipped.
+
+    Raises:
+        NonFiniteError: names step, cause and the first non-finite tensor.
+    """
+    skip_losses = run.config.precision.on_nonfinite_loss is OnNonFiniteLoss["skip"]
+    if row.outcome == NONFINITE_LOSS and skip_losses and row.consecutive_skips < run.state.loss_scale.patience:
+        return
+    what = f"the loss is {row.loss}" if row.outcome == NONFINITE_LOSS else "a gradient is NaN or inf"
+    advice = (
+        "; precision.on_nonfinite_loss=skip drops such batches"
+        if row.outcome == NONFINITE_LOSS and not skip_losses
+        else ""
+    )
+    raise NonFiniteError(
+        f"step {row.steps_applied + 1} (attempt {number}): {what} at precision={run.state.policy.name}, "
+        f"loss scale {row.loss_scale:g}: {explain(run.state, window)}{advice}"
+    )
+
+
+def _raise_patience(run: Run, row: StepRow, number: int, window: Sequence[Batch]) -> None:
+    floor = " (its floor)" if row.loss_scale <= run.state.loss_scale.min else ""
+    raise LossScaleError(
+        f"step {row.steps_applied + 1} (attempt {number}): {row.consecutive_skips} steps in a row were skipped, the last at "
+        f"loss scale {row.loss_scale:g}{floor}, which precision.loss_scale.patience={run.state.loss_scale.patience} forbids: "
+        f"{explain(run.state, window)}"
+    )
+
+
+def end_epoch(run: Run, applied_before: int) -> None:
+    """The border between epochs: evaluate and save where no step count says when."""
+    state, train = run.state, run.config.train
+    if run.plan.by_steps and state.counters.applied == applied_before and not run.data.batches_per_epoch == 0:
+        raise NonFiniteError(
+            f"epoch {state.position.epoch} applied no step at all ({state.counters.empty} empty windows so far, "
+            f"{state.counters.skipped} skipped): training would never reach train.steps={run.plan.steps}"
+        )
+    if train.eval_every is None:
+        evaluate(run)
+    state.position.epoch += 1
+    state.position.batch = 0
+    if train.checkpoint_every is None:
+        save(run)
+
+
+def stop_early(run: Run) -> bool:
+    """Whether early stopping is on and out of patience."""
+    stop = run.config.train.early_stop
+    return stop.metric is not None and run.best.stale >= stop.patience
+
+
+def conclude(run: Run, reason: str | None) -> RunResult:
+    """The end of a run that reached it: last log line, last evaluation, last checkpoint."""
+    if run.means.targets:
+        log_train(run)
+    if run.evaluated_step != run.state.counters.applied:
+        evaluate(run)
+    save(run)
+    return RunResult("ok", reason=reason)
+
+
+def log_train(run: Run) -> None:
+    """One ``train`` record: means since the last one, and how fast it went."""
+    row = run.last_row
+    assert row is not None, "log_train is called after a drained step"
+    loss, top1 = run.means.take()
+    seconds = max(run.window_s, 1e-9)
+    record = {
+        "kind": "train",
+        "step": run.state.counters.applied,
+        "attempt": run.state.counters.attempts,
+        "train/loss": loss,
+        **({} if run.config.dataset.task is Task.regression else {"train/top1": top1}),
+        "train/grad_norm": row.grad_norm,
+        "train/lr": row.lr,
+        "precision/loss_scale": float(run.state.scale.scale) if run.state.device.type == "cpu" else row.loss_scale,
+        "precision/skipped_steps": run.state.counters.skipped,
+        "perf/examples_per_s": run.window_examples / seconds,
+        "perf/step_ms": 1e3 * seconds / max(run.window_attempts, 1),
+        "perf/data_wait_frac": run.wait_s / (seconds + run.wait_s),
+        "perf/peak_memory_bytes": peak_memory_bytes(run.state.device),
+    }
+    run.window_s, run.wait_s, run.window_attempts, run.window_examples = 0.0, 0.0, 0, 0
+    run.logged_step = run.state.counters.applied
+    run.final.update({key: value for key, value in record.items() if key.startswith("train/")})
+    emit(run, record)
+
+
+def evaluate(run: Run) -> None:
+    """Score the model (and its EMA) on the validation set; keep the best checkpoint. Moves no state of training."""
+    state, config = run.state, run.config
+    policy = state.policy.for_eval(config.precision.eval_dtype)
+    rng = capture_rng()
+    try:
+        metrics = {f"val/{key}": value for key, value in eval_step(state, policy, run.data.val_batches()).items()}
+        if state.ema is not None:
+            with state.ema.swapped_in(state.model):
+                scores = eval_step(state, policy, run.data.val_batches())
+            metrics |= {f"ema/{key}": value for key, value in scores.items()}
+    finally:
+        restore_rng(rng)
+    run.evaluated_step = state.counters.applied
+    run.final.update(metrics)
+    improved = run.best.update(metrics, step=state.counters.applied, epoch=state.position.epoch)
+    if run.best.metric not in metrics:
+        warn(run, f"{run.best.metric} is not among the metrics ({', '.join(metrics)}): nothing can be best")
+    elif not math.isfinite(metrics[run.best.metric]):
+        warn(
+            run, f"{run.best.metric} is {metrics[run.best.metric]} at step {state.counters.applied}: not an improvement"
+        )
+    emit(run, {"kind": "val", "step": state.counters.applied, "attempt": state.counters.attempts, **metrics})
+    if improved:
+        save(run, "best.pt")
+
+
+def save(run: Run, name: str = "last.pt") -> None:
+    """Write a checkpoint. A disk that refuses costs this checkpoint, not the run: it is reported and training goes on."""
+    folder = run.run_dir / "checkpoints"
+    extra = {"best": asdict(run.best), "segment": run.segment, "train_s": run.train_s, **run.metadata}
+    content = checkpoint.snapshot(run.state, **extra)
+    try:
+        checkpoint.save(content, folder / name)
+        if name == "last.pt":
+            run.saved_attempt = run.state.counters.applied
+            if run.config.train.keep and run.config.train.checkpoint_every:
+                checkpoint.save(content, folder / f"step_{run.state.counters.applied}.pt")
+                checkpoint.prune(folder, run.config.train.keep)
+    except CheckpointError as error:
+        warn(run, str(error))
+
+
+def warn(run: Run, message: str) -> None:
+    """A warning for people and for the metrics file."""
+    emit(run, {"kind": "event", "event": "warning", "message": message})
+
+
+def emit(run: Run, record: dict[str, Any]) -> None:
+    """Hand one record to every sink, with where the run stands filled in."""
+    counters = run.state.counters
+    full = {
+        "step": counters.applied,
+        "attempt": counters.attempts,
+        "epoch": run.state.position.epoch,
+        "segment": run.segment,
+        **record,
+    }
+    for sink in run.sinks:
+        sink.log(full)
+
+
+@contextmanager
+def signals(run: Run) -> Iterator[None]:
+    """SIGINT and SIGTERM ask the loop to finish its step, save and stop; a second one stops at once."""
+    if threading.current_thread() is not threading.main_thread():
+        with nullcontext():
+            yield
+        return
+    before: dict[int, Any] = {}
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if run.stop_signal is not None:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        run.stop_signal = number
+
+    handler: Callable[[int, FrameType | None], None] = ask
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -1,0 +1,96 @@
+"""Which dtypes really occur, module by module: the content of ``modules.json``.
+
+One forward pass of one batch is watched from two sides: hooks know which module is running, a dispatch mode sees the
+operands of every operation that reaches a kernel. So the table shows what happened, not what was planned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mprun.data.base import Batch
+from mprun.precision.policy import map_tensors
+from mprun.training.env import capture_rng, restore_rng
+from mprun.training.state import TrainState
+
+# Operations whose operands' dtype is the dtype of the arithmetic; casts, views and fills say nothing.
+SILENT = {"_to_copy", "view", "_unsafe_view", "t", "transpose", "permute", "detach", "clone", "expand", "slice", "select",
+          "unbind", "split", "copy_", "alias", "as_strided", "reshape", "squeeze", "unsqueeze", "cat", "empty_like"}  # fmt: skip
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "mkldnn_linear", "mkldnn_convolution"}
+
+
+class _Watch(TorchDispatchMode):
+    """Notes the operand dtypes of every operation under the name of the module that is running."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[str] = []
+        self.seen: dict[str, dict[str, str]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if self.running and name not in SILENT:
+            floats: list[Tensor] = []
+            map_tensors(list(args), lambda t: floats.append(t) if t.is_floating_point() else None)
+            if floats:
+                self.seen.setdefault(self.running[-1], {}).setdefault(name, _short(floats[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def observe(state: TrainState, batch: Batch) -> list[dict[str, Any]]:
+    """The precision table of ``state``'s model: one row a module, in module order.
+
+    Returns:
+        Rows with ``module class rule param_dtype compute_dtype output_dtype``. ``rule`` is what decided (the mode, or the
+        FP32 rule that won). ``compute_dtype`` is the dtype of the module's own matrix products if it has any, otherwise of
+        its first operation; null for a module that computes nothing itself. Buffers and RNG are left as they were.
+    """
+    watch, outputs = _Watch(), {}
+    handles = []
+    for name, module in state.model.named_modules():
+
+        def enter(module: nn.Module, args: Any, name: str = name) -> None:
+            watch.running.append(name)
+
+        def leave(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+            watch.running.pop()
+            dtypes: list[torch.dtype] = []
+            map_tensors(output, lambda t: dtypes.append(t.dtype))
+            outputs[name] = ",".join(dict.fromkeys(_short(dtype) for dtype in dtypes))
+
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave))
+    buffers, rng = state.start_window(), capture_rng()
+    try:
+        with watch, state.policy.region(state.device.type):
+            state.model(state.policy.cast_inputs(batch.inputs))
+    finally:
+        for handle in handles:
+            handle.remove()
+        state.undo_buffers(buffers, torch.zeros((), dtype=torch.bool, device=state.device))
+        restore_rng(rng)
+    return [
+        {
+            "module": name,
+            "class": type(module).__name__,
+            "rule": f"mode:{state.policy.mode}",
+            "param_dtype": ",".join(dict.fromkeys(_short(p.dtype) for p in module.parameters(recurse=False))) or None,
+            "compute_dtype": _compute_dtype(watch.seen.get(name, {})),
+            "output_dtype": outputs.get(name),
+        }
+        for name, module in state.model.named_modules()
+    ]
+
+
+def _compute_dtype(seen: dict[str, str]) -> str | None:
+    products = [dtype for operation, dtype in seen.items() if operation in PRODUCTS]
+    return next(iter(products or seen.values()), None)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

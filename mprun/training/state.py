@@ -1,0 +1,147 @@
+"""``TrainState``: everything that a run needs to go on, and nothing else.
+
+What moves lives here: parameters, optimizer state, loss scale, EMA, counters, the place in the data. What does not
+move (policy, rules, schedule) stands beside it as frozen values. Counters that decide about a step are 0-D tensors on
+the device; the host keeps its own copy, which is true at log points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mprun.config import Config, Task
+from mprun.precision.policy import PrecisionPolicy
+from mprun.precision.scaling import LossScale, ScaleState
+from mprun.training.ema import Ema
+from mprun.training.optim import build_optimizer, is_fused
+from mprun.training.schedule import Schedule
+
+
+@dataclass
+class Position:
+    """Where in the data the next window starts: micro-batch ``batch`` of epoch ``epoch``."""
+
+    epoch: int = 0
+    batch: int = 0
+
+
+@dataclass
+class HostCounters:
+    """What the host knows. ``attempts`` is always exact; the others are true as of the last log point."""
+
+    attempts: int = 0
+    applied: int = 0
+    skipped: int = 0
+    nonfinite: int = 0
+    empty: int = 0
+
+
+@dataclass
+class TrainState:
+    """A run at a step border.
+
+    Attributes:
+        model: the module that forward uses (θ).
+        forward: the same module, or its compiled form.
+        policy: the precision policy of training.
+        loss_scale: the rule of the loss scale; ``scale`` is where it stands.
+        schedule: applied steps -> learning-rate multiplier; ``lr_table`` is the same as a tensor on the device.
+        optimizer: owns the FP32 truth.
+        applied: applied optimizer steps, 0-D int64 on the device. LR, EMA and warm-up count these.
+        task: what the loss is.
+    """
+
+    model: nn.Module
+    forward: nn.Module
+    device: torch.device
+    policy: PrecisionPolicy
+    loss_scale: LossScale
+    scale: ScaleState
+    schedule: Schedule
+    lr_table: Tensor
+    optimizer: Optimizer
+    base_lr: float
+    task: Task
+    clip_norm: float | None
+    label_smoothing: float
+    loss_weight: float
+    applied: Tensor
+    ema: Ema | None = None
+    position: Position = field(default_factory=Position)
+    counters: HostCounters = field(default_factory=HostCounters)
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The tensors that the optimizer owns, in its order."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def fused(self) -> bool:
+        """Whether the optimizer obeys the finite flag on the device."""
+        return is_fused(self.optimizer)
+
+    def named_truth(self) -> Iterator[tuple[str, Tensor]]:
+        """Names with the FP32 truth of every parameter, then every buffer: what the EMA is fed from."""
+        yield from self.model.named_parameters()
+        yield from self.model.named_buffers()
+
+    def start_window(self) -> Sequence[tuple[nn.Module, str, Tensor]]:
+        """Copies of every buffer, so that a window which is not applied can be undone (:meth:`undo_buffers`)."""
+        return [
+            (module, name, buffer.detach().clone())
+            for module in self.model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+
+    @torch.no_grad()
+    def undo_buffers(self, saved: Sequence[tuple[nn.Module, str, Tensor]], applied: Tensor) -> None:
+        """Put ``saved`` back unless ``applied`` (0-D bool on the device; not read by the host)."""
+        for module, name, old in saved:
+            new = getattr(module, name)
+            torch.where(applied, new, old, out=new)
+
+
+def build_state(config: Config, model: nn.Module, schedule: Schedule, device: torch.device) -> TrainState:
+    """The state before the first step.
+
+    Args:
+        config: the checked configuration.
+        model: in FP32, on any device; it is moved to ``device`` in place.
+        schedule: learning-rate multiplier by applied steps.
+        device: where the run happens.
+
+    Raises:
+        ConfigError: the optimizer or its arguments are not legal, or nothing is trainable.
+    """
+    memory_format = torch.channels_last if config.model.channels_last else torch.preserve_format
+    model = model.to(device=device, memory_format=memory_format)
+    policy = PrecisionPolicy.from_config(config.precision)
+    rule = LossScale.from_config(config.precision.loss_scale)
+    optimizer = build_optimizer(config.optimizer, model.named_parameters(), device)
+    table_dtype = torch.float64 if device.type == "cpu" else torch.float32
+    state = TrainState(
+        model=model,
+        forward=torch.compile(model) if config.model.compile else model,  # type: ignore[arg-type]
+        device=device,
+        policy=policy,
+        loss_scale=rule,
+        scale=rule.start(device),
+        schedule=schedule,
+        lr_table=torch.tensor(schedule.table(), dtype=table_dtype, device=device),
+        optimizer=optimizer,
+        base_lr=config.optimizer.lr,
+        task=config.dataset.task,
+        clip_norm=config.train.clip_norm,
+        label_smoothing=config.train.label_smoothing,
+        loss_weight=config.train.loss_weight,
+        applied=torch.zeros((), dtype=torch.int64, device=device),
+    )
+    if config.train.ema.decay is not None:
+        ema = config.train.ema
+        state.ema = Ema(state.named_truth(), decay=config.train.ema.decay, warmup=ema.warmup, device=device)
+    return state

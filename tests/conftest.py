@@ -1,0 +1,71 @@
+"""Shared fixtures: small states built by hand, so that a test says in its own lines what it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from mprun.config import Config, Task
+from mprun.config_check import to_config
+from mprun.data.base import Batch
+from mprun.training.build import switches
+from mprun.training.schedule import build_schedule
+from mprun.training.state import TrainState, build_state
+
+CPU = torch.device("cpu")
+
+FP16 = {"precision.name": "fp16_dynamic", "precision.mode": "autocast", "precision.compute_dtype": "float16",
+        "precision.loss_scale.kind": "dynamic"}  # fmt: skip
+BF16 = {"precision.name": "bf16", "precision.mode": "autocast", "precision.compute_dtype": "bfloat16"}
+SGD = {"optimizer.name": "sgd", "optimizer.weight_decay": 0.0}
+
+
+def make_config(**given: Any) -> Config:
+    """The schema's defaults with dotted keys set (``__`` is not needed: pass a dict with ``**``), checked."""
+    node = OmegaConf.structured(Config)
+    for key, value in given.items():
+        OmegaConf.update(node, key, value)
+    return to_config(node)
+
+
+def batch(inputs: Any, targets: Tensor, ids: list[int] | None = None) -> Batch:
+    """A batch with ids 0, 1, ... unless given."""
+    return Batch(inputs, targets, torch.tensor(ids if ids is not None else list(range(len(targets)))))
+
+
+@pytest.fixture
+def make_state() -> Iterator[Callable[..., TrainState]]:
+    """``make_state(model, steps=..., **{"optimizer.lr": 0.1})``: a state on the CPU, inside its switches until teardown."""
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+
+        def make(model: nn.Module, *, steps: int = 100, **keys: Any) -> TrainState:
+            config = make_config(**keys)
+            stack.enter_context(switches(config, CPU))
+            return build_state(config, model, build_schedule(config.schedule, steps), CPU)
+
+        yield make
+
+
+def toy(weight: float = 0.0) -> nn.Linear:
+    """One weight, no bias."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, weight)
+    return model
+
+
+def toy_batch(target: float, x: float = 1.0) -> Batch:
+    """One example of a regression."""
+    return batch(torch.tensor([[x]]), torch.tensor([[target]]))
+
+
+REGRESSION = {"dataset.task": Task.regression}
+
+__all__ = ["BF16", "CPU", "FP16", "REGRESSION", "SGD", "batch", "make_config", "replace", "toy", "toy_batch"]

@@ -1,0 +1,283 @@
+"""One training step against independent references: a plain loop, torch.amp.GradScaler, closed forms."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from mprun.errors import ConfigError
+from mprun.training.step import APPLIED, EMPTY, NONFINITE_LOSS, OVERFLOW, eval_step, train_step
+from tests.conftest import BF16, FP16, REGRESSION, SGD, batch, toy, toy_batch
+
+TOY = {**REGRESSION, **SGD, "optimizer.momentum": 0.0}
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 5))
+
+
+def data(n: int = 50, size: int = 8, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(size, 12, generator=generator), torch.randint(5, (size,), generator=generator)) for _ in range(n)]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adam"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_fp32_equals_a_plain_loop_bit_for_bit_over_50_steps(make_state, optimizer, clip):
+    batches = data()
+    extra = {"optimizer.momentum": 0.9} if optimizer == "sgd" else {}
+    keys = {"optimizer.name": optimizer, "optimizer.lr": 1e-2, "train.clip_norm": clip, "optimizer.weight_decay": 0.0, **extra}
+    state = make_state(network(), **keys)
+    torch.manual_seed(7)
+    for x, y in batches:
+        train_step(state, [batch(x, y)])
+
+    plain = network()
+    cls = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimizer]
+    arguments = {"weight_decay": 0.0, **({"momentum": 0.9} if optimizer == "sgd" else {})}
+    loop = cls(plain.parameters(), lr=1e-2, fused=True, **arguments)
+    torch.manual_seed(7)
+    for x, y in batches:
+        F.cross_entropy(plain(x), y).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(plain.parameters(), clip)
+        loop.step()
+        loop.zero_grad()
+    for (name, mine), theirs in zip(state.model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_fp16_equals_autocast_and_grad_scaler(make_state, clip):
+    """Scale 2**16 and a growth every 5 steps: the same skips and scales, and weights equal to FP32 rounding."""
+    batches = data(30)
+    keys = {"optimizer.lr": 1e-2, "train.clip_norm": clip, "optimizer.weight_decay": 0.0, "precision.loss_scale.growth_interval": 5}
+    state = make_state(network(), **FP16, **keys)
+    plain = network()
+    loop = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=5)
+    scales = []
+    torch.manual_seed(7)
+    for x, y in batches:
+        result = train_step(state, [batch(x, y)]).read()
+        scales.append((result.loss_scale, result.applied))
+    torch.manual_seed(7)
+    for number, (x, y) in enumerate(batches):
+        with torch.autocast("cpu", torch.float16):
+            output = plain(x)
+        scaler.scale(F.cross_entropy(output.float(), y)).backward()
+        scaler.unscale_(loop)
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), clip if clip is not None else float("inf"))
+        before = scaler.get_scale()
+        scaler.step(loop)
+        scaler.update()
+        loop.zero_grad()
+        assert scales[number] == (before, bool(norm.isfinite()))
+    for mine, theirs in zip(state.model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(k=st.integers(1, 8))
+def test_k_micro_batches_equal_one_batch(k):
+    from mprun.training.schedule import build_schedule
+    from mprun.training.state import build_state
+    from tests.conftest import CPU, make_config
+
+    x, y = data(1, size=24)[0]
+    y[::5] = -100  # ignored labels: micro-batches differ in valid targets, so a mean of means would be wrong
+    config = make_config(**{**SGD, "optimizer.lr": 0.1})
+    model = network().eval()
+    one = build_state(config, copy.deepcopy(model), build_schedule(config.schedule, 9), CPU)
+    many = build_state(config, copy.deepcopy(model), build_schedule(config.schedule, 9), CPU)
+    first = train_step(one, [batch(x, y)]).read()
+    parts = [batch(a, b) for a, b in zip(x.tensor_split(k), y.tensor_split(k), strict=True)]
+    second = train_step(many, parts).read()
+    assert first.valid_targets == second.valid_targets == int((y != -100).sum())
+    assert second.loss == pytest.approx(first.loss, rel=1e-6)
+    for a, b in zip(one.model.parameters(), many.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("power", [0, 4, 10, 15])
+def test_clipping_is_independent_of_the_scale(make_state, power):
+    state = make_state(toy(), **FP16, **{**TOY, "optimizer.lr": 1.0, "train.clip_norm": 0.25, "precision.loss_scale.init": 2.0**power})
+    row = train_step(state, [toy_batch(0.25)]).read()
+    assert row.grad_norm == 0.5
+    assert state.model.weight.item() == pytest.approx(0.25, rel=1e-5)
+
+
+def test_clip_acts_on_the_true_norm_not_the_scaled_one(make_state):
+    state = make_state(toy(), **FP16, **{**TOY, "optimizer.lr": 1.0, "train.clip_norm": 1.0})
+    row = train_step(state, [toy_batch(0.25)]).read()
+    assert (state.model.weight.item(), row.grad_norm) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(("target", "skips", "scale"), [(0.4, 0, 65536), (0.6, 1, 32768), (1, 2, 16384), (100, 8, 256), (1000, 11, 32), (40000, 17, 0.5)])  # fmt: skip
+def test_overflow_happens_where_fp16_ends(make_state, target, skips, scale):
+    """S * 2 * |w - T| >= 65520 rounds to inf; the scale falls until it fits."""
+    state = make_state(toy(), **FP16, **{**TOY, "optimizer.lr": 0.0})
+    outcomes = []
+    for _ in range(skips + 1):
+        outcomes.append(train_step(state, [toy_batch(float(target))]).read())
+    assert [row.outcome for row in outcomes] == [OVERFLOW] * skips + [APPLIED]
+    assert outcomes[-1].loss_scale == scale
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad", "rmsprop", "nadamw"])
+def test_a_skipped_step_leaves_every_byte(make_state, optimizer):
+    """With fused and unfused optimizers, from torch and timm, on the very first step and later."""
+    keys = {**REGRESSION, "optimizer.name": optimizer, "train.ema.decay": 0.9, "train.clip_norm": 1.0}
+    if optimizer == "sgd":
+        keys["optimizer.momentum"] = 0.9
+    model = nn.Sequential(nn.BatchNorm1d(1), toy(0.5))
+    state = make_state(model, **FP16, **{**keys, "precision.loss_scale.init": 2.0**10})
+    good = batch(torch.tensor([[1.0], [-1.0]]), torch.tensor([[0.1], [0.2]]))
+    bad = batch(torch.tensor([[1.0], [-1.0]]), torch.tensor([[3e4], [0.2]]))
+    for window in (bad, good, bad):
+        before = _bytes(state)
+        row = train_step(state, [window]).read()
+        after = _bytes(state)
+        if window is bad:
+            assert row.outcome == OVERFLOW
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[key], after[key]) for key in before), [k for k in before if not torch.equal(before[k], after[k])]
+        else:
+            assert row.applied
+            assert not torch.equal(before["1.weight"], after["1.weight"])
+            assert not torch.equal(before["0.num_batches_tracked"], after["0.num_batches_tracked"])
+
+
+def _bytes(state) -> dict[str, torch.Tensor]:
+    from mprun.training.checkpoint import optimizer_state
+
+    found = {name: value.clone() for name, value in state.model.state_dict().items()}
+    for name, entry in optimizer_state(state).items():
+        found |= {f"{name}/{key}": torch.as_tensor(value).clone() for key, value in entry.items()}
+    found |= {f"ema/{name}": value.clone() for name, value in state.ema.shadow.items()}
+    found["ema/updates"] = state.ema.updates.clone()
+    found["applied"] = state.applied.clone()
+    return found
+
+
+def test_first_bad_micro_batch_ends_the_window(make_state):
+    state = make_state(toy(), **FP16, **TOY)
+    seen = []
+    state.model.register_forward_hook(lambda *_: seen.append(1))
+    result = train_step(state, [toy_batch(0.1), toy_batch(1000.0), toy_batch(0.1), toy_batch(0.1)])
+    assert (result.read().outcome, result.micro_batches, len(seen)) == (OVERFLOW, 2, 2)
+    assert state.model.weight.item() == 0.0
+
+
+def test_learning_rate_counts_applied_steps(make_state):
+    """Warm-up over 2 steps, cosine to 0 over 6, one skip in between: the schedule waits for the skipped step."""
+    schedule = {"schedule.name": "cosine", "schedule.warmup_steps": 2}
+    state = make_state(toy(), steps=6, **FP16, **{**TOY, "optimizer.lr": 0.1, **schedule, "precision.loss_scale.init": 1024.0})
+    rates = []
+    for target in (0.1, 0.1, 1000.0, 0.1, 0.1):
+        row = train_step(state, [toy_batch(target)]).read()
+        rates.append((row.applied, round(row.lr, 6)))
+    wanted = [state.schedule(step) * 0.1 for step in range(4)]
+    assert [rate for applied, rate in rates if applied] == pytest.approx(wanted, abs=1e-6)
+    assert wanted[1] == 0.1
+    assert rates[2] == (False, rates[3][1])
+
+
+def test_logged_numbers_carry_neither_scale_nor_divisor(make_state):
+    for precision in ({}, FP16):
+        for k in (1, 4):
+            state = make_state(toy(), **precision, **{**TOY, "optimizer.lr": 0.0})
+            for _ in range(3):
+                row = train_step(state, [toy_batch(1.0)] * k).read()
+            assert (row.loss, row.grad_norm) == (1.0, 2.0)
+
+
+def test_window_of_ignored_labels_moves_nothing_and_is_counted_as_empty(make_state):
+    state = make_state(network(), **FP16, **{"train.ema.decay": 0.9})
+    x, _ = data(1)[0]
+    before = _bytes(state)
+    row = train_step(state, [batch(x, torch.full((8,), -100))]).read()
+    after = _bytes(state)
+    assert (row.outcome, row.loss, row.valid_targets, row.consecutive_skips) == (EMPTY, 0.0, 0, 0)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert state.scale.scale.item() == 65536.0
+
+
+@pytest.mark.parametrize("precision", [FP16, BF16, {}], ids=["fp16", "bf16", "fp32"])
+def test_non_finite_loss_is_not_an_overflow(make_state, precision):
+    state = make_state(toy(), **precision, **TOY)
+    row = train_step(state, [toy_batch(1.0, x=float("nan"))]).read()
+    assert row.outcome == NONFINITE_LOSS
+    assert state.model.weight.item() == 0.0
+    assert state.scale.scale.item() == (65536.0 if precision is FP16 else 1.0)
+
+
+def test_static_overflow_is_skipped_and_the_scale_stays(make_state):
+    state = make_state(toy(), **{**FP16, "precision.loss_scale.kind": "static"}, **{**TOY, "optimizer.lr": 0.1})
+    for count in (1, 2, 3):
+        row = train_step(state, [toy_batch(1.0)]).read()
+        assert (row.outcome, row.consecutive_skips) == (OVERFLOW, count)
+    assert (state.model.weight.item(), state.scale.scale.item()) == (0.0, 65536.0)
+
+
+def test_half_output_is_real_on_the_cpu(make_state):
+    state = make_state(toy(), **FP16, **TOY)
+    seen = []
+    state.model.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    train_step(state, [toy_batch(0.6)])
+    assert seen == [torch.float16]
+    assert state.scale.scale.item() == 32768.0
+
+
+def test_no_gradient_at_all_is_an_error(make_state):
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = toy(), toy()
+            self.used.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    state = make_state(Detached(), **TOY)
+    with pytest.raises(ConfigError, match="trainable"):
+        train_step(state, [toy_batch(1.0)])
+
+
+def test_parameter_without_gradient_is_left_alone(make_state):
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(1, 1), nn.Linear(1, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    state = make_state(Half(), **REGRESSION, **{"optimizer.weight_decay": 0.5, "optimizer.lr": 0.1})
+    before = state.model.unused.weight.clone()
+    train_step(state, [toy_batch(1.0)])
+    assert torch.equal(state.model.unused.weight, before)
+
+
+def test_evaluation_restores_flags_counts_exactly_and_works_after_an_error(make_state):
+    model = nn.Sequential(nn.Linear(12, 5), nn.Dropout(0.5))
+    model[1].eval()
+    state = make_state(model, **FP16)
+    x = torch.zeros(1, 12)
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[0].bias.copy_(torch.tensor([0.0, 0, 9, 0, 0]))
+    scores = eval_step(state, state.policy, (batch(x, torch.tensor([2])) for _ in range(4096)))
+    assert scores["top1"] == 1.0
+    assert scores["loss"] == pytest.approx(4 * 2.718281828**-9, rel=0.05)
+    assert [module.training for module in model] == [True, False]
+    with pytest.raises(RuntimeError):
+        eval_step(state, state.policy, [batch(torch.zeros(1, 13), torch.tensor([2]))])
+    assert [module.training for module in (model, *model)] == [True, True, False]
