@@ -53,25 +53,12 @@ SETTINGS = ("auto", "fast", "native")
 
 # Every matrix product and convolution with a half kernel of its own on the CPU. `mv` arrives as `addmv_`, `linear` as
 # `addmm` or `mm`, a convolution of any rank, grouped or transposed, as `convolution`. Compiled code uses the `.out` forms.
-PRODUCTS: dict[str, Result] = {
-    "mm": "new",
-    "mm.out": "out",
-    "addmm": "new",
-    "addmm.out": "out",
-    "addmm_": "self",
-    "bmm": "new",
-    "bmm.out": "out",
-    "baddbmm": "new",
-    "baddbmm.out": "out",
-    "baddbmm_": "self",
-    "addmv": "new",
-    "addmv.out": "out",
-    "addmv_": "self",
-    "_addmm_activation": "new",
-    "_addmm_activation.out": "out",
-    "convolution": "new",
-    "convolution_backward": "new",
+_BY_RESULT: dict[Result, str] = {
+    "new": "mm addmm bmm baddbmm addmv _addmm_activation convolution convolution_backward",
+    "out": "mm.out addmm.out bmm.out baddbmm.out addmv.out _addmm_activation.out",
+    "self": "addmm_ baddbmm_ addmv_",
 }
+PRODUCTS: dict[str, Result] = {name: result for result, names in _BY_RESULT.items() for name in names.split()}
 
 # Operation -> how many of its leading results are rounded. The logsumexp of the forward pass stays FP32.
 ATTENTION: dict[str, int] = {

@@ -113,6 +113,10 @@ class PrecisionPolicy:
         target = torch.float32 if self.mode in ("full", "autocast") else self.compute_dtype
         return map_tensors(inputs, lambda t: t.to(target) if t.is_floating_point() else t)
 
+    def cast_output(self, output: Tensor) -> Tensor:
+        """The model's output in ``output_dtype``. (The loss is computed in float32 in any case.)"""
+        return output.to(self.output_dtype) if output.is_floating_point() else output
+
 
 def map_tensors(value: Any, function: Any) -> Any:
     """``value`` with ``function`` applied to every tensor in it, through (named) tuples, lists and dicts."""

@@ -121,8 +121,10 @@ class LossScale:
         tracker = state.growth_tracker + applied
         grow = tracker >= self.growth_interval
         back_off = overflow & (state.hysteresis_left <= 1)
-        grown = (state.scale * self.growth_factor).clamp(max=self.max)
-        shrunk = (state.scale * self.backoff_factor).clamp(min=self.min)
+        # In float64 and rounded once, as GradScaler does: 0.9 is not a float32.
+        wide = state.scale.double()
+        grown = (wide * self.growth_factor).clamp(max=self.max).float()
+        shrunk = (wide * self.backoff_factor).clamp(min=self.min).float()
         scale = torch.where(back_off, shrunk, torch.where(grow, grown, state.scale))
         tracker = torch.where(overflow | grow, torch.zeros_like(tracker), tracker)
         left = torch.where(overflow, (state.hysteresis_left - 1).clamp(min=1), state.hysteresis_left)

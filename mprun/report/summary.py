@@ -59,7 +59,7 @@ def where_to_look(run_dir: Path, wandb: Mapping[str, Any] | None = None) -> list
         run_dir: the run folder.
         wandb: the ``wandb`` entry of ``result.json``, if any.
     """
-    shown = _relative(run_dir)
+    shown = shown_path(run_dir)
     lines = [("run folder", shlex.quote(str(shown)))]
     if (run_dir / "report.html").exists():
         lines.append(("report", shlex.quote(str(shown / "report.html"))))
@@ -126,7 +126,7 @@ def _line(console: Console, label: str, text: str) -> None:
     console.print(Text.assemble((f"{label:<{LABEL_WIDTH}}  ", "bold"), text), soft_wrap=True)
 
 
-def _relative(path: Path) -> Path:
+def shown_path(path: Path) -> Path:
     """``path`` relative to the current folder if it lies below it, otherwise absolute."""
     path = path.absolute()
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

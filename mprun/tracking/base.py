@@ -53,10 +53,7 @@ class Sink(Protocol):
 
     def progress(self, step: int, attempt: int) -> None:
         """Counters known without waiting for the device; may be called after every step."""
-
-    def describe(self) -> dict[str, Any]:
-        """What belongs into ``result.json`` about this sink, by key; asked before ``finish``."""
-        return {}
+        return  # most sinks wait for records
 
     def finish(self, result: dict[str, Any]) -> None:
-        """The run is over, well or badly; ``result`` is the content of ``result.json``."""
+        """The run is over, well or badly. ``result`` becomes ``result.json``; a sink may add an entry about itself."""

@@ -9,6 +9,7 @@ Everything goes to stderr, so that stdout holds only the closing table and can b
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from typing import Any
@@ -18,7 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from mprun.report.summary import count_text, duration_text, number_text, scale_text
+from mprun.report.summary import count_text, duration_text, number_text, scale_text, shown_path
 from mprun.tracking.base import Record, RunInfo, Sink
 
 REFRESH_PER_S = 4
@@ -116,9 +117,12 @@ class ConsoleSink(Sink):
         self.line = Line(info.total_steps, info.resumed_from_step or 0)
         steps = f"{count_text(info.total_steps)} steps" if info.total_steps else "unknown number of steps"
         resumed = f", resumed from step {info.resumed_from_step}" if info.resumed_from_step is not None else ""
-        self._print(f"{info.name}: {steps}{resumed}, in {info.run_dir}")
+        folder = shlex.quote(str(shown_path(info.run_dir)))
         if not self.moving:
+            self.say(f"{info.name}: {steps}{resumed}, in {folder}")
             return
+        self.say(f"{info.name}: {steps}{resumed}")
+        self.say(folder, style="dim")
         self._live = Live(
             self.line,
             console=self.console,
@@ -146,9 +150,9 @@ class ConsoleSink(Sink):
             return
         self._end_burst()
         if kind == "val":
-            self._print(self._evaluation(record))
+            self.say(self._evaluation(record))
         elif kind == "event" and record.get("event") != "resume":
-            self._print(f"{record.get('event', 'event')}: {record.get('message', '')}", style="yellow")
+            self.say(f"{record.get('event', 'event')}: {record.get('message', '')}", style="yellow")
 
     def finish(self, result: dict[str, Any]) -> None:
         """Take the bar away; without a terminal, say how it ended."""
@@ -163,7 +167,11 @@ class ConsoleSink(Sink):
         text += f", {count_text(skipped)} skipped" if skipped else ""
         if (wall := result.get("wall_s")) is not None:
             text += f", {duration_text(wall)}"
-        self._print(text)
+        self.say(text)
+
+    def say(self, text: str, style: str = "") -> None:
+        """Print a line above the bar, from any thread; a long one is wrapped by the terminal, so that it can be copied."""
+        self.console.print(Text(text, style=style), soft_wrap=True)
 
     def _evaluation(self, record: Record) -> str:
         families: dict[str, list[str]] = {}
@@ -189,7 +197,7 @@ class ConsoleSink(Sink):
             return
         self._skip_lines += 1
         last = "; further ones are only counted" if self._skip_lines == SKIP_LINES else ""
-        self._print(
+        self.say(
             f"step {record.get('step', '?')}: {reason.replace('_', ' ')} at loss scale {scale}, nothing moved "
             f"(attempt {attempt}){last}",
             style="dim" if reason == "overflow" else "yellow",
@@ -200,7 +208,4 @@ class ConsoleSink(Sink):
         self._burst, self._hidden = 0, None
         if hidden is not None and more > 0 and self._skip_lines < SKIP_LINES:
             scale = scale_text(hidden.get("precision/loss_scale") or 1.0)
-            self._print(f"  and {more} more skipped steps, the last at loss scale {scale}", style="dim")
-
-    def _print(self, text: str, style: str = "") -> None:
-        self.console.print(Text(text, style=style), soft_wrap=True)
+            self.say(f"  and {more} more skipped steps, the last at loss scale {scale}", style="dim")

@@ -34,7 +34,9 @@ def snapshot(state: TrainState, **extra: Any) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "step": state.counters.applied,
+        "mode": state.policy.mode,
         "model": dict(state.model.state_dict()),
+        "masters": dict(state.weights.by_name),
         "optimizer": optimizer_state(state),
         "scale": state.scale.state_dict(),
         "ema": None if state.ema is None else state.ema.state_dict(),
@@ -51,8 +53,10 @@ def restore(state: TrainState, saved: Mapping[str, Any], *, path: Path) -> None:
     Raises:
         CheckpointError: names or shapes differ, or the checkpoint has no EMA where the run wants one (or other way round).
     """
+    if not {"mode", "model", "masters", "optimizer", "scale", "counters", "position", "rng"} <= saved.keys():
+        raise CheckpointError(f"{path} is not a whole checkpoint: parts are missing")
     _same_tensors(saved["model"], dict(state.model.state_dict()), what="model", path=path)
-    state.model.load_state_dict(saved["model"])
+    load_weights(state, saved, path=path)
     load_optimizer_state(state, saved["optimizer"], path=path)
     state.scale = state.loss_scale.load(saved["scale"], state.device)
     if state.ema is not None:
@@ -63,6 +67,25 @@ def restore(state: TrainState, saved: Mapping[str, Any], *, path: Path) -> None:
     state.position = Position(**saved["position"])
     state.applied.fill_(state.counters.applied)
     restore_rng(saved["rng"])
+
+
+def load_weights(state: TrainState, saved: Mapping[str, Any], *, path: Path) -> None:
+    """Put parameters, masters and buffers in place. The FP32 truth carries over between precisions.
+
+    Raises:
+        CheckpointError: one of the two runs is in ``pure`` mode and the other is not: it has no FP32 truth.
+    """
+    if saved["mode"] != state.policy.mode and "pure" in (saved["mode"], state.policy.mode):
+        raise CheckpointError(
+            f"{path} was written in precision.mode={saved['mode']} and cannot go on in {state.policy.mode}: "
+            "pure keeps no FP32 parameters; resume with the same mode"
+        )
+    state.model.load_state_dict(saved["model"])
+    for name, parameter in state.weights:
+        if name in state.weights.by_name or name in saved["masters"]:
+            with torch.no_grad():
+                parameter.copy_(saved["masters"].get(name, saved["model"][name]))
+    state.weights.write_back()
 
 
 def optimizer_state(state: TrainState) -> dict[str, dict[str, Any]]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from mprun.config import ScheduleConfig
 from mprun.errors import ConfigError
+from mprun.signatures import nearest
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def build_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
     5
     """
     if config.name not in SHAPES:
-        raise ConfigError(f"schedule.name={config.name!r} is not one of {', '.join(SHAPES)}")
+        raise ConfigError(f"schedule.name={config.name!r} is unknown: {nearest(config.name, list(SHAPES))}")
     if total_steps < 1:
         raise ConfigError(f"a run needs at least 1 optimizer step, got {total_steps} (see train.steps, train.epochs)")
     fractions = {"final": config.final, "warmup_frac": config.warmup_frac or 0.0, "decay_frac": config.decay_frac}

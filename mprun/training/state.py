@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun.config import Config, Task
+from mprun.precision.casting import apply_plan
+from mprun.precision.master import Masters, take_truths
+from mprun.precision.overrides import PlanEntry, make_plan
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.scaling import LossScale, ScaleState
 from mprun.training.ema import Ema
@@ -52,6 +55,10 @@ class TrainState:
         loss_scale: the rule of the loss scale; ``scale`` is where it stands.
         schedule: applied steps -> learning-rate multiplier; ``lr_table`` is the same as a tensor on the device.
         optimizer: owns the FP32 truth.
+        params: the tensors that the optimizer owns, in the model's order (its groups have another), so that the global norm
+            adds up in the order of a plain loop.
+        weights: FP32 truth by name (masters where the model's parameters are half).
+        plan: what the precision rules decided, module by module.
         applied: applied optimizer steps, 0-D int64 on the device. LR, EMA and warm-up count these.
         task: what the loss is.
     """
@@ -65,6 +72,9 @@ class TrainState:
     schedule: Schedule
     lr_table: Tensor
     optimizer: Optimizer
+    params: list[Tensor]
+    weights: Masters
+    plan: list[PlanEntry]
     base_lr: float
     task: Task
     clip_norm: float | None
@@ -76,18 +86,13 @@ class TrainState:
     counters: HostCounters = field(default_factory=HostCounters)
 
     @property
-    def params(self) -> list[Tensor]:
-        """The tensors that the optimizer owns, in its order."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    @property
     def fused(self) -> bool:
         """Whether the optimizer obeys the finite flag on the device."""
         return is_fused(self.optimizer)
 
     def named_truth(self) -> Iterator[tuple[str, Tensor]]:
         """Names with the FP32 truth of every parameter, then every buffer: what the EMA is fed from."""
-        yield from self.model.named_parameters()
+        yield from self.weights
         yield from self.model.named_buffers()
 
     def start_window(self) -> Sequence[tuple[nn.Module, str, Tensor]]:
@@ -122,7 +127,12 @@ def build_state(config: Config, model: nn.Module, schedule: Schedule, device: to
     model = model.to(device=device, memory_format=memory_format)
     policy = PrecisionPolicy.from_config(config.precision)
     rule = LossScale.from_config(config.precision.loss_scale)
-    optimizer = build_optimizer(config.optimizer, model.named_parameters(), device)
+    plan = make_plan(model, policy.fp32_modules, mode=policy.mode)
+    truths = take_truths(model, mode=policy.mode)
+    apply_plan(policy, plan)
+    weights = Masters(model, truths)
+    weights.write_back()
+    optimizer = build_optimizer(config.optimizer, weights, device)
     table_dtype = torch.float64 if device.type == "cpu" else torch.float32
     state = TrainState(
         model=model,
@@ -134,6 +144,9 @@ def build_state(config: Config, model: nn.Module, schedule: Schedule, device: to
         schedule=schedule,
         lr_table=torch.tensor(schedule.table(), dtype=table_dtype, device=device),
         optimizer=optimizer,
+        params=[p for _, p in weights if p.requires_grad],
+        weights=weights,
+        plan=plan,
         base_lr=config.optimizer.lr,
         task=config.dataset.task,
         clip_norm=config.train.clip_norm,

@@ -118,7 +118,9 @@ def train_step(state: TrainState, window: Sequence[Batch]) -> StepResult:
     done = 0
     for batch in window:
         part, hits = forward_loss(state, batch, valid)
-        state.loss_scale.scaled(part, state.scale).backward()  # type: ignore[no-untyped-call]
+        if part.requires_grad:
+            state.loss_scale.scaled(part, state.scale).backward()  # type: ignore[no-untyped-call]
+        state.weights.collect()
         loss, correct, done = loss + part.detach(), correct + hits, done + 1
         if done < len(window) and _lost(state, loss):
             break
@@ -127,6 +129,7 @@ def train_step(state: TrainState, window: Sequence[Batch]) -> StepResult:
     verdict = judge(state, loss=loss, bad_grad=bad_grad, empty=valid == 0)
     lr = state.lr_table.take(state.applied.clamp(max=len(state.lr_table) - 1)) * state.base_lr
     optimizer_step(state, grads, norm=norm, lr=lr, verdict=verdict)
+    state.weights.write_back()
     state.undo_buffers(buffers, verdict.applied)
     state.applied = state.applied + verdict.applied
     if state.ema is not None:
@@ -161,7 +164,7 @@ def valid_targets(targets: Tensor, task: Task) -> Tensor:
 def forward_loss(state: TrainState, batch: Batch, valid: Tensor) -> tuple[Tensor, Tensor]:
     """This micro-batch's share of the window's loss (float32, 0-D, with graph) and its correct predictions (int64)."""
     with state.policy.region(state.device.type):
-        output = state.forward(state.policy.cast_inputs(batch.inputs))
+        output = state.policy.cast_output(state.forward(state.policy.cast_inputs(batch.inputs)))
     total, correct = summed_loss(output, batch.targets, state.task, label_smoothing=state.label_smoothing)
     # A window without valid targets has loss 0 and gradients 0, not 0/0.
     return total / valid.clamp(min=1) * state.loss_weight, correct
@@ -194,8 +197,10 @@ def unscale(state: TrainState, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]
     """
     found = torch.zeros((), device=state.device)
     inverse = state.loss_scale.inverse(state.scale)
-    torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found, inverse)
-    return torch.nn.utils.get_total_norm(grads), found > 0
+    real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+    for dtype in dict.fromkeys(grad.dtype for grad in real):
+        torch._amp_foreach_non_finite_check_and_unscale_([g for g in real if g.dtype == dtype], found, inverse)
+    return torch.nn.utils.get_total_norm([_wide(grad) for grad in real]), found > 0
 
 
 def judge(state: TrainState, *, loss: Tensor, bad_grad: Tensor, empty: Tensor) -> Verdict:
@@ -234,6 +239,12 @@ def optimizer_step(state: TrainState, grads: Sequence[Tensor], *, norm: Tensor, 
 
 def _gradients(state: TrainState) -> list[Tensor]:
     grads = [p.grad for p in state.params if p.grad is not None]
+    for p, (name, _) in zip(state.params, (item for item in state.weights if item[1].requires_grad), strict=True):
+        if p.grad is not None and p.grad.layout != torch.strided:
+            raise ConfigError(
+                f"the gradient of {name} is sparse, which neither the loss scale nor the finite test covers: "
+                "build the module with sparse=False"
+            )
     if not grads:
         raise ConfigError(
             f"none of the {len(state.params)} trainable parameters received a gradient: "
@@ -242,15 +253,20 @@ def _gradients(state: TrainState) -> list[Tensor]:
     return grads
 
 
+def _wide(grad: Tensor) -> Tensor:
+    """A norm summed in half would overflow at 65504; only ``pure`` mode has half gradients here."""
+    return grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
+
+
 def _lost(state: TrainState, loss: Tensor) -> bool:
     """Whether the window is known to be lost, where the host can tell without waiting: on the CPU."""
     if state.device.type != "cpu":
         return False
-    norm = torch.nn.utils.get_total_norm([p.grad for p in state.params if p.grad is not None])
+    norm = torch.nn.utils.get_total_norm([_wide(p.grad) for p in state.params if p.grad is not None])
     return not bool(torch.stack([loss, norm.to(loss.dtype)]).isfinite().all().tolist())
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def eval_step(state: TrainState, policy: PrecisionPolicy, batches: Iterable[Batch]) -> dict[str, float]:
     """Loss (mean over valid targets) and top-1 (fraction) of the model over ``batches``. Waits for the device once.
 
@@ -265,7 +281,7 @@ def eval_step(state: TrainState, policy: PrecisionPolicy, batches: Iterable[Batc
     try:
         for batch in batches:
             with policy.region(state.device.type):
-                output = state.forward(policy.cast_inputs(batch.inputs))
+                output = policy.cast_output(state.forward(policy.cast_inputs(batch.inputs)))
             loss, correct = summed_loss(output, batch.targets, state.task)
             total, hits = total + loss.double(), hits + correct
             count = count + valid_targets(batch.targets, state.task)

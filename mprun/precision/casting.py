@@ -1,0 +1,125 @@
+"""Carry out a plan: parameters into their dtypes, and casts at the borders of modules.
+
+A border is a subclass of the module's own class, made once per class, whose ``forward`` casts and calls the original:
+
+=================== ======================================= =========================================================
+module is           float inputs                            float outputs
+=================== ======================================= =========================================================
+FP32, ``autocast``  to float32; autocast off inside         float32, as autocast's own FP32 operations give
+FP32, half modes    to float32                              back to the dtype that came in; ``compute_dtype`` if none
+                                                            did (embeddings), float32 inside another FP32 module
+half, half modes    to ``compute_dtype``                    as computed
+=================== ======================================= =========================================================
+
+``module.__class__`` is exchanged, nothing on the instance is patched: state-dict keys, ``isinstance``, ``deepcopy``,
+recompute under activation checkpointing and ``torch.compile(fullgraph=True)`` all see one ordinary forward. Tensors in
+tuples, named tuples, lists and dicts are cast, integers and bools never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mprun.errors import OverrideError
+from mprun.precision.overrides import PlanEntry
+from mprun.precision.policy import PrecisionPolicy, map_tensors
+
+HALF_MODES = ("master", "pure")
+
+
+def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its floating-point tensors in ``dtype``; everything else as it is."""
+    return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def first_dtype(value: Any) -> torch.dtype | None:
+    """The dtype of the first floating-point tensor in ``value``, None without one."""
+    found: list[torch.dtype] = []
+    map_tensors(value, lambda t: found.append(t.dtype) if t.is_floating_point() else None)
+    return found[0] if found else None
+
+
+@lru_cache(maxsize=None)
+def _bordered(cls: type[nn.Module], kind: str, dtype: torch.dtype) -> type[nn.Module]:
+    """The subclass of ``cls`` with a border of ``kind``: ``island`` (autocast), ``fp32``, ``inner`` or ``half``."""
+
+    def island(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = cast_tensors(args, torch.float32), cast_tensors(kwargs, torch.float32)
+        with torch.autocast(_device_type(self, args), enabled=False):
+            return cls.forward(self, *args, **kwargs)
+
+    def fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        outside = first_dtype((args, kwargs)) or dtype
+        output = cls.forward(self, *cast_tensors(args, torch.float32), **cast_tensors(kwargs, torch.float32))
+        return cast_tensors(output, outside)
+
+    def half(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return cls.forward(self, *cast_tensors(args, dtype), **cast_tensors(kwargs, dtype))
+
+    forward = {"island": island, "fp32": fp32, "half": half}[kind]
+    body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "_mprun_border": kind}
+    return type(cls.__name__, (cls,), body)
+
+
+def _device_type(module: nn.Module, args: Any) -> str:
+    found: list[str] = []
+    map_tensors(args, lambda t: found.append(t.device.type))
+    return found[0] if found else next(module.parameters()).device.type
+
+
+def apply_plan(policy: PrecisionPolicy, plan: Sequence[PlanEntry]) -> None:
+    """Cast parameters and put borders, in place.
+
+    In ``master`` mode float buffers stay float32, in ``pure`` mode those of half modules are cast too. Masters must have
+    been taken before (see :mod:`mprun.precision.master`).
+    """
+    if policy.mode == "full":
+        return
+    half_mode = policy.mode in HALF_MODES
+    for entry in plan:
+        module = entry.module
+        if half_mode and not entry.fp32:
+            _cast_own(module, policy.compute_dtype, buffers=policy.mode == "pure")
+    for entry in plan:
+        module = entry.module
+        if entry.fp32 and not half_mode and not entry.inner:
+            _exchange(module, "island", torch.float32)
+        elif entry.fp32 and half_mode:
+            _exchange(module, "fp32", torch.float32 if entry.inner else policy.compute_dtype)
+        elif half_mode and any(p.is_floating_point() for p in module.parameters(recurse=False)):
+            _exchange(module, "half", policy.compute_dtype)
+
+
+def _cast_own(module: nn.Module, dtype: torch.dtype, *, buffers: bool) -> None:
+    """Cast what ``module`` itself holds. Parameters keep their identity, so tied ones stay tied."""
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        if buffers:
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    setattr(module, name, buffer.to(dtype))
+
+
+def _exchange(module: nn.Module, kind: str, dtype: torch.dtype) -> None:
+    if "forward" in vars(module):
+        # An instance attribute would win over the class: the cast would silently not happen.
+        raise OverrideError(
+            f"{type(module).__name__} has a forward patched onto the instance, around which no cast can be put; "
+            "move it into a class (precision.mode=full works as it is)"
+        )
+    module.__class__ = _bordered(type(module), kind, dtype)
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class of ``module`` as its author wrote it, without a border."""
+    cls = type(module)
+    return cls.__mro__[1] if "_mprun_border" in vars(cls) else cls
+
+
