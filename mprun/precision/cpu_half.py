@@ -120,15 +120,14 @@ def cpu_half_kernels(*, half: bool, bf16_attention: bool) -> Iterator[None]:
         PrecisionError: If torch lacks a hook, or if its FP32 kernels are allowed to multiply in BF16.
     """
     mine = [dtype for dtype, on in ((torch.float16, half), (torch.bfloat16, bf16_attention)) if on]
-    if mine:
+    _check_hooks()
+    if half:
         _refuse_bf16_inside_fp32()
-        _check_hooks()
-        _change(mine, +1)
+    _change(mine, +1)
     try:
         yield
     finally:
-        if mine:
-            _change(mine, -1)
+        _change(mine, -1)
 
 
 def _refuse_bf16_inside_fp32() -> None:
@@ -145,7 +144,6 @@ def _refuse_bf16_inside_fp32() -> None:
 
 # --- installing -------------------------------------------------------------------------------------------------------
 
-_KEY = "BackendSelect"
 _lock = threading.Lock()
 _users: dict[torch.dtype, int] = {torch.float16: 0, torch.bfloat16: 0}
 _libraries: dict[str, Any] = {}
@@ -156,42 +154,31 @@ def _change(dtypes: list[torch.dtype], by: int) -> None:
     with _lock:
         for dtype in dtypes:
             _users[dtype] += by
-        try:
-            _settle()
-        except PrecisionError:
-            for dtype in dtypes:
-                _users[dtype] -= by
-            _settle()
-            raise
-
-
-def _settle() -> None:
-    wanted = {"attention": any(_users.values()), "products": _users[torch.float16] > 0}
-    for group, on in wanted.items():
-        if on and group not in _libraries:
-            _libraries[group] = _install(group)
-        elif not on and group in _libraries:
-            _libraries.pop(group)._destroy()
+        wanted = {"attention": any(_users.values()), "products": _users[torch.float16] > 0}
+        for group, on in wanted.items():
+            if on and group not in _libraries:
+                _libraries[group] = _install(group)
+            elif not on and group in _libraries:
+                _libraries.pop(group)._destroy()
 
 
 def _install(group: str) -> Any:
+    under = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     if group == "attention":
-        kernels = {name: _attention(_operation(name), rounded) for name, rounded in ATTENTION.items()}
+        kernels = {name: _attention(_operation(name), under, rounded) for name, rounded in ATTENTION.items()}
     else:
-        kernels = {name: _PRODUCT_KERNELS[result](_operation(name)) for name, result in PRODUCTS.items()}
+        forms = {"new": _returns_new, "out": _writes_out, "self": _writes_self}
+        kernels = {name: forms[result](_operation(name), under) for name, result in PRODUCTS.items()}
     new_library: Any = torch.library.Library
     library = new_library("aten", "IMPL")
     for name, kernel in kernels.items():
-        library.impl(name, kernel, _KEY, with_keyset=True)
+        library.impl(name, kernel, "BackendSelect", with_keyset=True)
     return library
 
 
 def _operation(name: str) -> Any:
     packet, _, overload = name.partition(".")
-    try:
-        return getattr(getattr(torch.ops.aten, packet), overload or "default")
-    except AttributeError as error:
-        raise _missing(f"the operation aten::{name}") from error
+    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
 
 
 def _check_hooks() -> None:
@@ -200,29 +187,22 @@ def _check_hooks() -> None:
         "Library.impl(with_keyset=...)": "with_keyset" in inspect.signature(library.impl).parameters,
         "Library._destroy": hasattr(library, "_destroy"),
         "OpOverload.redispatch": hasattr(torch._ops.OpOverload, "redispatch"),
-        f"the dispatch key {_KEY}": hasattr(torch._C.DispatchKey, _KEY),
+        "the dispatch key BackendSelect": hasattr(torch._C.DispatchKey, "BackendSelect"),
         "torch._C._dispatch_keyset_full_after": hasattr(torch._C, "_dispatch_keyset_full_after"),
+        **{f"the operation aten::{name}": _operation(name) is not None for name in (*PRODUCTS, *ATTENTION)},
     }
-    for hook, there in present.items():
-        if not there:
-            raise _missing(hook)
-
-
-def _missing(hook: str) -> PrecisionError:
-    return PrecisionError(
-        f"numerics.cpu_fp16=fast needs {hook}, which torch {torch.__version__} lacks; "
-        "numerics.cpu_fp16=native works without it (slowly)"
-    )
+    missing = [hook for hook, there in present.items() if not there]
+    if missing:
+        raise PrecisionError(
+            f"numerics.cpu_fp16=fast needs {missing[0]}, which torch {torch.__version__} lacks; "
+            "numerics.cpu_fp16=native works without it (slowly)"
+        )
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 #
 # `keys` is the dispatcher's key set of the call; `keys & under` makes `redispatch` go to the kernel that would have run.
 # Nothing in here is recorded by autograd. Mixed dtypes go on unchanged as well: torch has the right error for them.
-
-
-def _keys_below_ours() -> Any:
-    return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
 def _widen(keys: Any, values: tuple[Any, ...]) -> list[Any] | None:
@@ -239,8 +219,7 @@ def _widen(keys: Any, values: tuple[Any, ...]) -> list[Any] | None:
     return wide
 
 
-def _returns_new(operation: Any) -> Kernel:
-    under = _keys_below_ours()
+def _returns_new(operation: Any, under: Any) -> Kernel:
     # Compiled code asserts the strides that torch predicts for half: its reference loops for volumes know no channels-last.
     plain_volumes = not _torch_has_half_arithmetic()
 
@@ -260,9 +239,7 @@ def _returns_new(operation: Any) -> Kernel:
     return kernel
 
 
-def _writes_out(operation: Any) -> Kernel:
-    under = _keys_below_ours()
-
+def _writes_out(operation: Any, under: Any) -> Kernel:
     def kernel(keys: Any, first: Tensor, *rest: Any, out: Tensor, **options: Any) -> Any:
         below = keys & under
         half = first.dtype is torch.float16 and out.dtype is torch.float16
@@ -279,9 +256,7 @@ def _writes_out(operation: Any) -> Kernel:
     return kernel
 
 
-def _writes_self(operation: Any) -> Kernel:
-    under = _keys_below_ours()
-
+def _writes_self(operation: Any, under: Any) -> Kernel:
     def kernel(keys: Any, target: Tensor, *rest: Any, **options: Any) -> Any:
         below = keys & under
         if target.dtype is not torch.float16 or (wide := _widen(keys, rest)) is None:
@@ -293,9 +268,7 @@ def _writes_self(operation: Any) -> Kernel:
     return kernel
 
 
-def _attention(operation: Any, rounded: int) -> Kernel:
-    under = _keys_below_ours()
-
+def _attention(operation: Any, under: Any, rounded: int) -> Kernel:
     def kernel(keys: Any, first: Tensor, *rest: Any, **options: Any) -> Any:
         below, dtype = keys & under, first.dtype
         if not _users.get(dtype) or not keys.has(torch._C.DispatchKey.CPU):
@@ -308,10 +281,3 @@ def _attention(operation: Any, rounded: int) -> Kernel:
         return tuple(part.to(dtype) if i < rounded else part for i, part in enumerate(result))
 
     return kernel
-
-
-_PRODUCT_KERNELS: dict[Result, Callable[[Any], Kernel]] = {
-    "new": _returns_new,
-    "out": _writes_out,
-    "self": _writes_self,
-}

@@ -69,4 +69,6 @@ def take_truths(model: nn.Module, *, mode: str) -> dict[str, Tensor]:
     """Float32 values of the trained parameters, to be taken before the cast; empty where θ is the truth itself."""
     if mode != "master":
         return {}
-    return {name: p.detach().float() for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
+    return {
+        name: p.detach().float() for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()
+    }

@@ -106,16 +106,16 @@ def make_plan(model: nn.Module, rules: Sequence[str], *, mode: str) -> list[Plan
         OverrideError: a rule that matches nothing; the message lists the nearest paths and classes.
     """
     paths = [(path, module) for path, module in model.named_modules(remove_duplicate=False)]
-    for rule in rules:
-        if not any(matches(rule, path, module) for path, module in paths):
-            raise OverrideError(_unmatched(rule, paths))
+    for item in rules:
+        if not any(matches(item, path, module) for path, module in paths):
+            raise OverrideError(_unmatched(item, paths))
     won: dict[nn.Module, str] = {}
     inner_at: dict[nn.Module, list[bool]] = {}
     covered: dict[str, str] = {}
     for path, module in paths:
-        own = next((rule for rule in rules if matches(rule, path, module)), None)
+        own = next((item for item in rules if matches(item, path, module)), None)
         around = next((covered[parent] for parent in _parents(path) if parent in covered), None)
-        rule = own or around
+        rule: str | None = own or around
         if rule is None and mode == "master" and is_norm(module):
             rule = "norm"
         inner_at.setdefault(module, []).append(around is not None)
@@ -125,7 +125,9 @@ def make_plan(model: nn.Module, rules: Sequence[str], *, mode: str) -> list[Plan
     _spread_over_tied(paths, won)
     first = {module: path for path, module in reversed(paths)}
     return [
-        PlanEntry(first[module], module, won.get(module, "mode"), module in won, module in won and all(inner_at[module]))
+        PlanEntry(
+            first[module], module, won.get(module, "mode"), module in won, module in won and all(inner_at[module])
+        )
         for module in dict.fromkeys(module for _, module in paths)
     ]
 

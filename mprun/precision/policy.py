@@ -103,18 +103,24 @@ class PrecisionPolicy:
             return torch.autocast(device_type, dtype=self.compute_dtype)
         return nullcontext()
 
-    def cast_inputs(self, inputs: Any) -> Any:
+    def cast_inputs(self, inputs: Any, *, channels_last: bool = False) -> Any:
         """``inputs`` with every floating-point tensor in the dtype that the model expects.
 
         In ``full`` and ``autocast`` mode that is float32 (autocast casts per operation), in ``master`` and ``pure``
         the compute dtype. Goes through tuples, lists and dicts; integer and bool tensors (ids, labels, masks) are
-        returned as they are.
+        returned as they are. With ``channels_last``, images (4-D) come in that memory format.
         """
         target = torch.float32 if self.mode in ("full", "autocast") else self.compute_dtype
-        return map_tensors(inputs, lambda t: t.to(target) if t.is_floating_point() else t)
+
+        def cast(t: Tensor) -> Tensor:
+            if not t.is_floating_point():
+                return t
+            return t.to(target, memory_format=torch.channels_last) if channels_last and t.ndim == 4 else t.to(target)
+
+        return map_tensors(inputs, cast)
 
     def cast_output(self, output: Tensor) -> Tensor:
-        """The model's output in ``output_dtype``. (The loss is computed in float32 in any case.)"""
+        """The model's output in ``output_dtype``; the loss is computed in float32 in any case."""
         return output.to(self.output_dtype) if output.is_floating_point() else output
 
 

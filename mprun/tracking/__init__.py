@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mprun.config import Config
 from mprun.tracking.base import Record, RunInfo, Sink
 from mprun.tracking.jsonl import METRICS_FILE, JsonlSink, read_metrics
-from mprun.training.env import rank
+from mprun.training.env import rank, undrawn
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,8 +32,9 @@ def build_sinks(config: Config, *, console: Console | None = None) -> list[Sink]
     """
     if rank() != 0:
         return []
-    from mprun.tracking.console import ConsoleSink
-    from mprun.tracking.wandb_sink import WandbSink, resolve_mode
+    with undrawn():
+        from mprun.tracking.console import ConsoleSink
+        from mprun.tracking.wandb_sink import WandbSink, resolve_mode
 
     screen = ConsoleSink(console)
     sinks: list[Sink] = [JsonlSink()]

@@ -32,7 +32,7 @@ from typing import Any
 from mprun.config import TrackingMode
 from mprun.tracking.base import Record, RunInfo, Sink
 from mprun.tracking.jsonl import read_metrics
-from mprun.training.env import json_ready
+from mprun.training.env import json_ready, undrawn
 
 INIT_TIMEOUT_S = 10.0
 FINISH_TIMEOUT_S = 60.0
@@ -260,7 +260,7 @@ def _untouched() -> Iterator[None]:
         _at_exit.append(function)
         return register(function, *args, **kwargs)
 
-    with warnings.catch_warnings(), open(os.devnull) as nothing:
+    with undrawn(), warnings.catch_warnings(), open(os.devnull) as nothing:
         warnings.simplefilter("ignore")
         sys.stdin, exits.register = nothing, note
         try:

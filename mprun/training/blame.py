@@ -44,7 +44,7 @@ def explain(state: TrainState, window: Sequence[Batch]) -> str:
             return f"the input of sample {_some(samples)} is NaN or inf: bad data, not precision"
         cast = state.policy.cast_inputs(batch.inputs)
         if not _finite(cast):
-            return f"an input of samples {_some(batch.ids.tolist())} becomes inf in {state.policy.compute_dtype}: normalise the data"
+            return f"an input of samples {_some(batch.ids.tolist())} is inf in {state.policy.compute_dtype}: normalise the data"
     for name, p in state.model.named_parameters():
         if not _finite(p):
             return f"the parameter {name} is already NaN or inf"

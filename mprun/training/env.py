@@ -17,7 +17,8 @@ import platform
 import random
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any, cast
 from mprun import __version__
 from mprun.config import Device
 from mprun.errors import ConfigError
-from mprun.training.host import cpu_model, driver_version, git_state, read_lines, versions
+from mprun.training.host import cpu_model, describe_host, driver_version, git_state, read_lines, versions
 
 if TYPE_CHECKING:
     import torch
@@ -207,6 +208,23 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(generator.cpu(), index)
 
 
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Leave python's and numpy's global generators as they were: some libraries draw from them while being imported.
+
+    Rich is one. Without this, the second run of a sweep, which finds it imported already, would see other numbers.
+    """
+    before = random.getstate()
+    numpy = sys.modules.get("numpy")
+    legacy = numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        if numpy:
+            numpy.random.set_state(legacy)
+
+
 # --- the record ----------------------------------------------------------------------------------------------------
 
 
@@ -246,13 +264,7 @@ def describe_environment(
         "git_caller": None if same or source is None else caller,
         "versions": {"python": platform.python_version(), "mprun": __version__, **versions(PACKAGES)},
         "device": _describe_device(device),
-        "host": {
-            "name": platform.node(),
-            "platform": platform.platform(),
-            "cpu": cpu_model(),
-            "cpu_count": os.cpu_count(),
-            "torch_threads": torch.get_num_threads(),
-        },
+        "host": {**describe_host(), "torch_threads": torch.get_num_threads()},
         "rank": rank(),
         "world_size": world_size(),
         "seed": seed,

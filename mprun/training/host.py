@@ -93,6 +93,16 @@ def _git(folder: Path, deadline: float, *arguments: str) -> str | None:
     return text.decode(errors="replace") if process.returncode == 0 or len(text) == limit else None
 
 
+def describe_host() -> dict[str, Any]:
+    """Name, system, processor and number of processors of this machine."""
+    return {
+        "name": platform.node(),
+        "platform": platform.platform(),
+        "cpu": cpu_model(),
+        "cpu_count": os.cpu_count(),
+    }
+
+
 def driver_version() -> str | None:
     """The version of NVIDIA's kernel driver, from ``/proc``; null where there is none, or no Linux."""
     for line in read_lines("/proc/driver/nvidia/version"):

@@ -113,10 +113,9 @@ def fit(run: Run) -> RunResult:
         NonFiniteError: a loss, input or gradient is NaN or inf, and the scale is not the cause.
         LossScaleError: too many skipped steps in a row.
     """
-    state, plan = run.state, run.plan
+    state = run.state
     with signals(run):
         while not finished(run):
-            state.forward.train() if state.position.batch == 0 else None
             applied_before = state.counters.applied
             for window in windows(run):
                 step(run, window)
@@ -331,7 +330,7 @@ def log_train(run: Run) -> None:
     assert row is not None, "log_train is called after a drained step"
     loss, top1 = run.means.take()
     seconds = max(run.window_s, 1e-9)
-    record = {
+    record: dict[str, Any] = {
         "kind": "train",
         "step": run.state.counters.applied,
         "attempt": run.state.counters.attempts,
@@ -381,6 +380,8 @@ def evaluate(run: Run) -> None:
 
 def save(run: Run, name: str = "last.pt") -> None:
     """Write a checkpoint. A disk that refuses costs this checkpoint, not the run: it is reported and training goes on."""
+    if run.pending:
+        drain(run)
     folder = run.run_dir / "checkpoints"
     extra = {"best": asdict(run.best), "segment": run.segment, "train_s": run.train_s, **run.metadata}
     content = checkpoint.snapshot(run.state, **extra)
@@ -430,8 +431,8 @@ def signals(run: Run) -> Iterator[None]:
         run.stop_signal = number
 
     handler: Callable[[int, FrameType | None], None] = ask
-    for number in (signal.SIGINT, signal.SIGTERM):
-        before[number] = signal.signal(number, handler)
+    for name in (signal.SIGINT, signal.SIGTERM):
+        before[name] = signal.signal(name, handler)
     try:
         yield
     finally:

@@ -23,11 +23,11 @@ SILENT = {"_to_copy", "view", "_unsafe_view", "t", "transpose", "permute", "deta
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "mkldnn_linear", "mkldnn_convolution"}
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operand dtypes of every operation under the name of the module that is running."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.running: list[str] = []
         self.seen: dict[str, dict[str, str]] = {}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.scaling import LossScale, ScaleState
 from mprun.training.ema import Ema
 from mprun.training.optim import build_optimizer, is_fused
+from mprun.training.recompute import apply_checkpointing
 from mprun.training.schedule import Schedule
 
 
@@ -80,6 +82,7 @@ class TrainState:
     clip_norm: float | None
     label_smoothing: float
     loss_weight: float
+    channels_last: bool
     applied: Tensor
     ema: Ema | None = None
     position: Position = field(default_factory=Position)
@@ -94,6 +97,13 @@ class TrainState:
         """Names with the FP32 truth of every parameter, then every buffer: what the EMA is fed from."""
         yield from self.weights
         yield from self.model.named_buffers()
+
+    def run_forward(self, inputs: Any, policy: PrecisionPolicy | None = None) -> Tensor:
+        """The model's output for ``inputs``, under ``policy`` (the training policy if None), in one autocast region."""
+        policy = policy or self.policy
+        with policy.region(self.device.type):
+            output: Tensor = self.forward(policy.cast_inputs(inputs, channels_last=self.channels_last))
+        return policy.cast_output(output)
 
     def start_window(self) -> Sequence[tuple[nn.Module, str, Tensor]]:
         """Copies of every buffer, so that a window which is not applied can be undone (:meth:`undo_buffers`)."""
@@ -123,13 +133,16 @@ def build_state(config: Config, model: nn.Module, schedule: Schedule, device: to
     Raises:
         ConfigError: the optimizer or its arguments are not legal, or nothing is trainable.
     """
-    memory_format = torch.channels_last if config.model.channels_last else torch.preserve_format
-    model = model.to(device=device, memory_format=memory_format)
+    model = model.to(device=device)
+    if config.model.channels_last:
+        model = model.to(memory_format=torch.channels_last)
     policy = PrecisionPolicy.from_config(config.precision)
     rule = LossScale.from_config(config.precision.loss_scale)
     plan = make_plan(model, policy.fp32_modules, mode=policy.mode)
     truths = take_truths(model, mode=policy.mode)
     apply_plan(policy, plan)
+    if config.model.activation_checkpointing:
+        apply_checkpointing(model)
     weights = Masters(model, truths)
     weights.write_back()
     optimizer = build_optimizer(config.optimizer, weights, device)
@@ -152,6 +165,7 @@ def build_state(config: Config, model: nn.Module, schedule: Schedule, device: to
         clip_norm=config.train.clip_norm,
         label_smoothing=config.train.label_smoothing,
         loss_weight=config.train.loss_weight,
+        channels_last=config.model.channels_last,
         applied=torch.zeros((), dtype=torch.int64, device=device),
     )
     if config.train.ema.decay is not None:

@@ -163,8 +163,7 @@ def valid_targets(targets: Tensor, task: Task) -> Tensor:
 
 def forward_loss(state: TrainState, batch: Batch, valid: Tensor) -> tuple[Tensor, Tensor]:
     """This micro-batch's share of the window's loss (float32, 0-D, with graph) and its correct predictions (int64)."""
-    with state.policy.region(state.device.type):
-        output = state.policy.cast_output(state.forward(state.policy.cast_inputs(batch.inputs)))
+    output = state.run_forward(batch.inputs)
     total, correct = summed_loss(output, batch.targets, state.task, label_smoothing=state.label_smoothing)
     # A window without valid targets has loss 0 and gradients 0, not 0/0.
     return total / valid.clamp(min=1) * state.loss_weight, correct
@@ -280,8 +279,7 @@ def eval_step(state: TrainState, policy: PrecisionPolicy, batches: Iterable[Batc
     count = torch.zeros_like(state.applied)
     try:
         for batch in batches:
-            with policy.region(state.device.type):
-                output = policy.cast_output(state.forward(policy.cast_inputs(batch.inputs)))
+            output = state.run_forward(batch.inputs, policy)
             loss, correct = summed_loss(output, batch.targets, state.task)
             total, hits = total + loss.double(), hits + correct
             count = count + valid_targets(batch.targets, state.task)

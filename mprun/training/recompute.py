@@ -1,0 +1,94 @@
+"""Activation checkpointing: keep a block's input, compute the block again in the backward pass.
+
+What is wrapped are the repeated blocks of a model: the elements of every ``ModuleList`` or ``Sequential`` that holds at
+least two modules of the same class with parameters (outermost first; nothing inside a wrapped block is wrapped again).
+The recompute sees the same autocast state, the same FP32 borders and the same random numbers. Buffers would be moved
+twice (BatchNorm would average each batch twice), so the second pass puts them back.
+
+As with the precision borders, the module's class is exchanged for a subclass; nothing is patched on the instance.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils.checkpoint import checkpoint
+
+from mprun.errors import ConfigError
+
+
+def apply_checkpointing(model: nn.Module) -> list[str]:
+    """Wrap the repeated blocks of ``model`` in place. Returns their paths.
+
+    Raises:
+        ConfigError: the model has no repeated blocks.
+    """
+    blocks = find_blocks(model)
+    if not blocks:
+        raise ConfigError(
+            f"model.activation_checkpointing=true: {type(model).__name__} has no repeated blocks (a ModuleList or Sequential "
+            "with two modules of one class); set it to false"
+        )
+    for block in blocks.values():
+        cls: Any = type(block)
+        block.__class__ = _recomputed(cls)
+    return list(blocks)
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated blocks of ``model`` by path: each module once, none inside another."""
+    found: dict[str, nn.Module] = {}
+    for path, container in model.named_modules():
+        if not isinstance(container, nn.ModuleList | nn.Sequential) or any(
+            path.startswith(f"{block}.") for block in found
+        ):
+            continue
+        children = dict(container.named_children())
+        counts = Counter(type(child) for child in children.values())
+        for name, child in children.items():
+            repeated = (
+                counts[type(child)] > 1
+                and any(True for _ in child.parameters())
+                and any(True for _ in child.children())
+            )
+            if repeated and child not in found.values():
+                found[f"{path}.{name}".lstrip(".")] = child
+    return found
+
+
+@cache
+def _recomputed(cls: Any) -> type[nn.Module]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return cls.forward(self, *args, **kwargs)
+        if torch.compiler.is_compiling() or not any(True for _ in self.buffers()):
+            # Compiled code changes a buffer once, at its end, however often a value is computed.
+            return checkpoint(cls.forward, self, *args, use_reentrant=False, **kwargs)
+        return checkpoint(cls.forward, self, *args, use_reentrant=False, context_fn=partial(_contexts, self), **kwargs)
+
+    body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), body)
+
+
+def _contexts(module: nn.Module) -> tuple[Any, Any]:
+    return nullcontext(), _keep_buffers(module)
+
+
+@contextmanager
+def _keep_buffers(module: nn.Module) -> Iterator[None]:
+    """Undo what happens to ``module``'s buffers inside."""
+    saved = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        # The recomputed graph has saved these buffers; putting the old values back must not look like a modification.
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffer for buffer, _ in saved)):
+            for buffer, old in saved:
+                buffer.copy_(old)

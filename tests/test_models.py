@@ -1,0 +1,301 @@
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mprun.config import ModelConfig, ModelSource
+from mprun.errors import ConfigError
+from mprun.models.build import build_model
+from mprun.models.catalog import MODELS, RESERVED, check_model, registered, target_of
+from mprun.models.mlp import mlp
+from mprun.models.resnet import resnet
+from mprun.models.vit import POSITION_STD, vit
+from mprun.signatures import legal_kwargs
+
+
+@dataclass(frozen=True)
+class Spec:
+    input_shape: tuple[int, ...] = (1, 8, 8)
+    num_classes: int = 10
+
+
+DIGITS = Spec()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build(
+    name: str, source: str = "mprun", spec: Spec = DIGITS, trust: tuple[str, ...] = (), **kwargs: Any
+) -> nn.Module:
+    """The model, from seed 0."""
+    torch.manual_seed(0)
+    return build_model(ModelConfig(name=name, source=ModelSource[source], kwargs=kwargs), spec, trust=trust)
+
+
+def size(model: nn.Module) -> int:
+    """Number of parameters."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def output(model: nn.Module, spec: Spec = DIGITS, batch: int = 3) -> torch.Tensor:
+    """Logits of a random batch."""
+    logits: torch.Tensor = model(torch.randn(batch, *spec.input_shape, generator=torch.Generator().manual_seed(1)))
+    return logits
+
+
+# -- own models ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("vit", 136_000), ("resnet", 78_000), ("mlp", 26_000)])
+def test_own_models_follow_the_dataset(name: str, parameters: int) -> None:
+    model = build(name)
+    assert size(model) == pytest.approx(parameters, rel=0.02)
+    assert model.training
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert output(model).shape == (3, 10)
+    wide = Spec((3, 16, 16), 7)
+    assert output(build(name, spec=wide), wide).shape == (3, 7)
+    assert output(build(name, num_classes=12)).shape == (3, 12)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_weights_are_a_function_of_the_seed(name: str) -> None:
+    first, second = build(name).state_dict(), build(name).state_dict()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    torch.manual_seed(1)
+    other = build_model(ModelConfig(name=name), DIGITS, trust=()).state_dict()
+    assert any(not torch.equal(first[key], other[key]) for key in first)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_every_parameter_gets_a_gradient(name: str) -> None:
+    model = build(name)
+    output(model).square().sum().backward()
+    assert all(p.grad is not None and bool(p.grad.abs().max() > 0) for p in model.parameters())
+
+
+def test_vit_is_the_documented_one() -> None:
+    model: Any = build("vit")
+    assert size(model) == 136_010
+    assert model.pos_embed.shape == (1, 16, 64), "16 patches and no class token"
+    assert float(model.pos_embed.std()) == pytest.approx(POSITION_STD, rel=0.05)
+    assert len(model.blocks) == 4
+    assert build("vit", class_token=True, global_pool="token", depth=2).cls_token is not None
+
+
+def test_vit_sees_where_a_patch_is() -> None:
+    model = build("vit").eval()
+    image = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    moved = image.roll(2, dims=3)  # the same patches, elsewhere
+    assert float((model(image) - model(moved)).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("key", ["dropout", "attn_dropout", "drop_path"])
+def test_vit_dropouts_act_in_training_only(key: str) -> None:
+    model = build("vit", **{key: 0.5})
+    assert not torch.equal(output(model), output(model))
+    model.eval()
+    assert torch.equal(output(model), output(model))
+
+
+def test_resnet_halves_the_image_and_keeps_the_variance() -> None:
+    model: Any = build("resnet")
+    shapes = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _module, _args, out: shapes.append(tuple(out.shape)))
+    output(model)
+    assert shapes == [(3, 16, 8, 8), (3, 32, 4, 4), (3, 64, 2, 2)]
+    assert [isinstance(block.shortcut, nn.Identity) for block in model.blocks] == [True, False, False]
+    assert float(model.blocks[2].conv2.weight.std()) == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.05)
+    assert output(build("resnet", widths=[8], dropout=0.5)).shape == (3, 10)
+
+
+def test_mlp_layers() -> None:
+    kinds = [type(layer) for layer in build("mlp", hidden=[5], norm="layernorm", dropout=0.1)]
+    assert kinds == [nn.Flatten, nn.Linear, nn.LayerNorm, nn.GELU, nn.Dropout, nn.Linear]
+    assert [type(layer) for layer in build("mlp", hidden=[])] == [nn.Flatten, nn.Linear]
+    assert any(isinstance(layer, nn.BatchNorm1d) for layer in build("mlp", norm="batchnorm"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: vit(input_shape=(1, 8, 6), num_classes=2), r"square images .*\(1, 8, 6\)"),
+        (lambda: vit(input_shape=(64,), num_classes=2), r"square images .*\(64,\)"),
+        (lambda: vit(input_shape=(1, 8, 8), num_classes=2, patch_size=3), r"patch_size=3 does not divide .* 8 pixels"),
+        (
+            lambda: vit(input_shape=(1, 8, 8), num_classes=2, num_heads=5),
+            r"embed_dim=64 is not a multiple .*num_heads=5",
+        ),
+        (lambda: vit(input_shape=(1, 8, 8), num_classes=2, global_pool="token"), r"needs model\.kwargs\.class_token"),
+        (lambda: resnet(input_shape=(64,), num_classes=2), r"images \(C, H, W\), not inputs of shape \(64,\)"),
+        (lambda: resnet(input_shape=(1, 8, 8), num_classes=2, widths=[]), r"widths=\[\]"),
+        (
+            lambda: mlp(input_shape=(4,), num_classes=2, norm="bn"),
+            r"norm='bn' is not one of layernorm, batchnorm, null",
+        ),
+        (lambda: mlp(input_shape=(4,), num_classes=2, hidden=[3, 0]), r"hidden=\[3, 0\]"),
+        (lambda: build("vit", depth="four"), r"model\.kwargs=.* do not fit vit: "),
+        (lambda: build("vit", num_classes=9), r"model\.kwargs\.num_classes=9 is fewer than the 10 of the dataset"),
+        (lambda: build("mlp", hiden=[3]), r"model\.kwargs\.hiden is not a parameter of mlp: did you mean 'hidden'\?"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_explained(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+# -- catalog ------------------------------------------------------------------------------------------------------
+
+
+def test_catalog_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from mprun.models.catalog import check_model, target_of, registered;"
+        "from mprun.config import ModelConfig, ModelSource as S;"
+        "check_model(ModelConfig(kwargs={'depth': 2}));"
+        "assert target_of(ModelConfig(name='test_vit', source=S.timm)) == 'timm.models.vision_transformer:test_vit';"
+        "assert target_of(ModelConfig(name='resnet18', source=S.torchvision)) == 'torchvision.models.resnet:resnet18';"
+        "assert not {'torch', 'timm', 'torchvision', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_catalog_knows_what_the_libraries_register() -> None:
+    import timm
+    import torchvision
+
+    assert set(registered("timm")) == set(timm.list_models())
+    assert set(registered("torchvision")) == set(torchvision.models.list_models(module=torchvision.models))
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "kwargs", "message"),
+    [
+        ("vti", "mprun", {}, r"model\.name='vti' is not a model of mprun: did you mean 'vit'\?"),
+        ("resnet5O", "timm", {}, r"model\.name='resnet5O' is not a model of timm: did you mean 'resnet50\w*'\?"),
+        ("hf-hub:someone/model", "timm", {}, r"is not a model of timm"),
+        ("local-dir:/tmp", "timm", {}, r"is not a model of timm"),
+        ("resnet81", "torchvision", {}, r"did you mean 'resnet18'\?"),
+        ("test_vit", "timm", {"pretrained": True}, r"model\.kwargs\.pretrained is filled in by the runner"),
+        ("test_vit", "timm", {"checkpoint_path": "x.pt"}, r"model\.kwargs\.checkpoint_path is filled in"),
+        ("resnet18", "torchvision", {"weights": "DEFAULT"}, r"model\.kwargs\.weights is filled in"),
+    ],
+)
+def test_catalog_refuses_unknown_names_and_downloads(
+    name: str, source: str, kwargs: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_model(ModelConfig(name=name, source=ModelSource[source], kwargs=kwargs))
+
+
+def test_own_signatures_name_the_dataset_facts() -> None:
+    for target in MODELS.values():
+        assert legal_kwargs(target).required == {"input_shape", "num_classes"}
+    assert set(RESERVED) == set(ModelSource)
+    assert target_of(ModelConfig(name="a.b:C", source=ModelSource.python)) == "a.b:C"
+
+
+# -- timm and torchvision -----------------------------------------------------------------------------------------
+
+
+def test_timm_models_follow_the_dataset() -> None:
+    spec = Spec((1, 32, 32), 10)
+    for name in ("test_vit", "test_resnet.r160_in1k"):  # with and without a fixed image size, and with a tag
+        assert output(build(name, "timm", spec), spec).shape == (3, 10)
+    assert build("test_vit", "timm", spec).patch_embed.img_size == (32, 32)
+    assert len(build("test_vit", "timm", spec, depth=1).blocks) == 1
+
+
+def test_timm_errors_name_model_kwargs() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.kwargs=\{'dpeth': 1\} do not fit test_vit: .*did you mean 'depth'\?"
+    ):
+        build("test_vit", "timm", dpeth=1)
+    with pytest.raises(ConfigError, match=r"model\.kwargs=.* do not fit test_vit.nope: "):
+        build("test_vit.nope", "timm")
+    with pytest.raises(ConfigError, match=r"takes images \(C, H, W\), not inputs of shape \(64,\)"):
+        build("test_vit", "timm", Spec((64,)))
+
+
+def test_torchvision_models_follow_the_dataset() -> None:
+    for name, spec in (
+        ("resnet18", DIGITS),
+        ("vit_b_32", Spec((3, 32, 32))),
+        ("googlenet", Spec((3, 32, 32), 4)),
+        ("squeezenet1_1", Spec((2, 32, 32))),
+    ):
+        kwargs: dict[str, Any] = {"num_layers": 1} if name == "vit_b_32" else {}
+        if name == "vit_b_32":
+            kwargs = {"dropout": 0.1}
+        assert output(build(name, "torchvision", spec, **kwargs), spec).shape == (3, spec.num_classes)
+    with pytest.raises(ConfigError, match=r"width is not a parameter of ResNet: did you mean 'width_per_group'\?"):
+        build("resnet18", "torchvision", width=3)
+
+
+# -- a user's own model -------------------------------------------------------------------------------------------
+
+USER_CODE = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, num_classes, in_chans, img_size, width=4):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(in_chans * img_size**2, width), nn.Linear(width, num_classes))
+
+    def forward(self, x):
+        return self.body(x)
+
+def plain(width):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width))
+
+def not_a_module():
+    return 3
+
+def fails():
+    raise AttributeError("a bug of the user")
+"""
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., nn.Module]]:
+    """``user("Net", width=3)`` builds from the code above."""
+    (tmp_path / "user_nets.py").write_text(USER_CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def make(attr: str, trust: tuple[str, ...] = ("user_nets",), **kwargs: Any) -> nn.Module:
+        return build(f"user_nets:{attr}", "python", trust=trust, **kwargs)
+
+    yield make
+    sys.modules.pop("user_nets", None)
+
+
+def test_user_model_gets_the_facts_it_asks_for(user: Callable[..., nn.Module]) -> None:
+    assert output(user("Net", width=3)).shape == (3, 10)
+    assert output(user("Net", num_classes=11)).shape == (3, 11)
+    assert output(user("plain", width=6)).shape == (3, 6)
+
+
+def test_user_model_mistakes(user: Callable[..., nn.Module]) -> None:
+    with pytest.raises(ConfigError, match=r"'trust=\[user_nets\]'"):
+        user("Net", trust=())
+    assert "user_nets" not in sys.modules, "untrusted code did not run"
+    with pytest.raises(ConfigError, match=r"model\.kwargs\.widht is not a parameter of Net: did you mean 'width'\?"):
+        user("Net", widht=3)
+    with pytest.raises(ConfigError, match=r"model\.kwargs=\{\} do not fit user_nets:plain: missing .*'width'"):
+        user("plain")
+    with pytest.raises(ConfigError, match=r"returned a int, not a torch\.nn\.Module"):
+        user("not_a_module")
+    with pytest.raises(AttributeError, match="a bug of the user"):
+        user("fails")
