@@ -27,7 +27,7 @@ from mprun.errors import ConfigError, RecipeError
 from mprun.models.catalog import check_model
 from mprun.runs import slug
 
-OFF_WORDS = {"no", "off", "false", "none"}
+OFF_WORDS = {"no", "off", "false", "none", "null"}
 # Optional keys: which words switch them off, and which key a whole node's switch means.
 OPTIONAL = {
     "train.clip_norm", "train.ema.decay", "train.early_stop.metric", "train.steps", "train.eval_every",
@@ -96,6 +96,9 @@ def prepare(overrides: Sequence[str]) -> list[str]:
                 key, value = NODE_SWITCH[key], "null"
             elif key in OPTIONAL:
                 value = "null"
+        if key == "resume" and not value.startswith(("'", '"')) and value != "null":
+            # A path as the shell gave it: = and , in it are not Hydra's.
+            value = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
         if any(key.startswith(f"{node}.") for node in OPEN):
             plus = "++"
         if key == "recipe" and not plus:
@@ -117,6 +120,7 @@ def compose(overrides: Sequence[str], *, command: str = "train") -> Composed:
 
     register()
     ready = prepare(overrides)
+    check_words(ready)
     GlobalHydra.instance().clear()
     # One run, one uid: a resolver with a cache keeps it per config object, and each compose makes a new one.
     try:
@@ -125,7 +129,7 @@ def compose(overrides: Sequence[str], *, command: str = "train") -> Composed:
         hydra_node = _resolved_hydra(composed)
         node = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(translate(error, overrides)) from error
+        raise ConfigError(translate(error, ready)) from error
     return Composed(check(node, command=command), hydra_node, tuple(ready), _choices(hydra_node))
 
 
@@ -139,33 +143,69 @@ def check(node: DictConfig, *, command: str) -> Config:
     return config
 
 
-def translate(error: Exception, overrides: Sequence[str]) -> str:
+def translate(error: BaseException, overrides: Sequence[str]) -> str:
     """An error of Hydra or OmegaConf in one or two lines: what was given, where, what is legal."""
-    text = str(error)
-    if match := re.search(r"(?:Could not find|In '[^']*': Could not find) '(\w+)/([^']*)'", text):
+    text = "\n".join(_chain(error))
+    given = next((word for word in overrides if word in text), "")
+    if match := re.search(r"Could not find '(\w+)/([^']*)'", text):
         group, option = match.groups()
         return f"{group}={option} is not an option of {group}: {nearest(option, options(group))} (see conf/{group}/)"
+    if match := re.search(r"[Aa]mbiguous value for argument '(.+?)'", text):
+        return f"{match[1]!r} has a comma: for a sweep add -m; for a value quote it twice: 'key=\"a,b\"'"
+    if given.startswith("~"):
+        return f"{given}: a key cannot be deleted; set it to null or a legal value"
     if match := re.search(r"Could not override '([^']+)'", text):
         return _unknown_key(match[1])
     if match := re.search(r"Key '([^']+)' (?:is )?not in", text):
         full = re.search(r"full_key: (\S+)", text)
         return _unknown_key(full[1] if full else match[1])
-    if match := re.search(r"Error parsing override '(.+?)'\s*(?:\n|$)", text, flags=re.DOTALL):
-        return (
-            f"cannot read the override {match[1]!r}: {text.splitlines()[1] if len(text.splitlines()) > 1 else ''}\n"
-            "quote values that hold = , # ' or spaces twice: 'resume=\"a=3.pt\"'"
-        )
-    if match := re.search(r"[Aa]mbiguous value for argument '(.+?)'", text):
-        return f"{match[1]!r} has a comma: for a sweep add -m, for a value quote it twice: 'key=\"a,b\"'"
     if match := re.search(r"Could not append to config\. An item is already at '([^']+)'", text):
         return f"+{match[1]}: the key exists already; write {match[1]}=... without the plus"
     if match := re.search(r"You must specify '([^']+)'", text):
         return f"{match[1]} has no value: set it with {match[1]}=..."
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    given = next((item for item in overrides if lines and item in lines[0]), "")
+    key = given.lstrip("+").partition("=")[0]
+    if key in NODE_SWITCH or "is not a group of keys" in text or "assign primitive" in text.lower():
+        return f"{given} is not legal: {key} is a group of keys; set its parts, such as {NODE_SWITCH.get(key, key + '.…')}"
+    causes = [line.strip() for line in text.splitlines() if re.search("could not be converted|Invalid value|Cannot|must be", line)]
     full = re.search(r"full_key: (\S+)", text)
-    cause = next((line for line in lines if "could not be converted" in line or "Invalid value" in line), lines[0])
-    return f"{given or (full[1] if full else 'the configuration')} is not legal: {cause}"
+    return f"{given or (full[1] if full else 'the configuration')} is not legal: {(causes or text.splitlines())[0]}"
+
+
+def _chain(error: BaseException | None) -> list[str]:
+    """The texts of ``error`` and of what caused it."""
+    return [] if error is None else [str(error), *_chain(error.__cause__ or error.__context__)]
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse what Hydra's grammar cannot read, and groups that are given something other than an option.
+
+    Raises:
+        ConfigError: names the word.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    for word in words:
+        try:
+            parsed = parser.parse_override(word)
+        except HydraException as error:
+            raise ConfigError(
+                f"cannot read {word!r}: write key=value, and quote values that hold = , # ' or spaces twice, "
+                "as in 'resume=\"a=3.pt\"'"
+            ) from error
+        group = parsed.key_or_group
+        if not group:
+            raise ConfigError(f"cannot read {word!r}: write key=value")
+        if group not in GROUPS:
+            continue
+        if parsed.is_delete():
+            raise ConfigError(f"{word}: a group always has an option; choose one with {group}=...")
+        if parsed.is_add():
+            raise ConfigError(f"{word}: {group} has an option already; write {word.lstrip('+')}")
+        if not parsed.is_sweep_override() and not isinstance(parsed.value(), str):
+            value = word.partition("=")[2]
+            raise ConfigError(f"{word} is not an option of {group}: {nearest(value, options(group))} (see conf/{group}/)")
 
 
 def _unknown_key(key: str) -> str:

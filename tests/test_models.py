@@ -90,16 +90,17 @@ def test_vit_is_the_documented_one() -> None:
     model: Any = build("vit")
     assert size(model) == 136_010
     assert model.pos_embed.shape == (1, 16, 64), "16 patches and no class token"
-    assert float(model.pos_embed.std()) == pytest.approx(POSITION_STD, rel=0.05)
+    assert float(model.pos_embed.detach().std()) == pytest.approx(POSITION_STD, rel=0.05)
     assert len(model.blocks) == 4
     assert build("vit", class_token=True, global_pool="token", depth=2).cls_token is not None
 
 
-def test_vit_sees_where_a_patch_is() -> None:
+def test_vit_sees_from_the_start_where_a_patch_is() -> None:
     model = build("vit").eval()
-    image = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(1))
-    moved = image.roll(2, dims=3)  # the same patches, elsewhere
-    assert float((model(image) - model(moved)).abs().max()) > 0.01
+    images = torch.randn(64, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        here, elsewhere = model(images), model(images.roll(2, dims=3))  # the same patches, one column on
+    assert float((here - elsewhere).std() / here.std()) > 0.005, "0.0009 with timm's position embedding"
 
 
 @pytest.mark.parametrize("key", ["dropout", "attn_dropout", "drop_path"])
@@ -118,7 +119,7 @@ def test_resnet_halves_the_image_and_keeps_the_variance() -> None:
     output(model)
     assert shapes == [(3, 16, 8, 8), (3, 32, 4, 4), (3, 64, 2, 2)]
     assert [isinstance(block.shortcut, nn.Identity) for block in model.blocks] == [True, False, False]
-    assert float(model.blocks[2].conv2.weight.std()) == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.05)
+    assert float(model.blocks[2].conv2.weight.detach().std()) == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.05)
     assert output(build("resnet", widths=[8], dropout=0.5)).shape == (3, 10)
 
 
@@ -229,19 +230,25 @@ def test_timm_errors_name_model_kwargs() -> None:
         build("test_vit", "timm", Spec((64,)))
 
 
-def test_torchvision_models_follow_the_dataset() -> None:
-    for name, spec in (
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
         ("resnet18", DIGITS),
-        ("vit_b_32", Spec((3, 32, 32))),
-        ("googlenet", Spec((3, 32, 32), 4)),
         ("squeezenet1_1", Spec((2, 32, 32))),
+        ("googlenet", Spec((3, 32, 32), 4)),  # no second output, no warning about its initialisation
+    ],
+)
+def test_torchvision_models_follow_the_dataset(name: str, spec: Spec) -> None:
+    assert output(build(name, "torchvision", spec), spec).shape == (3, spec.num_classes)
+
+
+def test_torchvision_vit_gets_the_image_size_and_errors_name_the_keyword() -> None:
+    with pytest.raises(ConfigError, match=r"model\.kwargs=\{\} do not fit vit_b_32: Input shape indivisible"):  # 8 pixels, patches of 32
+        build("vit_b_32", "torchvision")
+    with pytest.raises(
+        ConfigError, match=r"widht_per_group is not a parameter of ResNet: did you mean 'width_per_group'"
     ):
-        kwargs: dict[str, Any] = {"num_layers": 1} if name == "vit_b_32" else {}
-        if name == "vit_b_32":
-            kwargs = {"dropout": 0.1}
-        assert output(build(name, "torchvision", spec, **kwargs), spec).shape == (3, spec.num_classes)
-    with pytest.raises(ConfigError, match=r"width is not a parameter of ResNet: did you mean 'width_per_group'\?"):
-        build("resnet18", "torchvision", width=3)
+        build("resnet18", "torchvision", widht_per_group=3)
 
 
 # -- a user's own model -------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -174,16 +175,24 @@ def _check_hooks() -> None:
 def plan() -> dict[str, str]:
     """What has to be registered for this torch: operation -> policy, ``fallthrough`` or ``unknown``.
 
-    Asks the dispatcher which operations either device lists. Operations on which both agree are not in the plan.
+    Operations on which both devices' lists agree are not in the plan.
     """
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
-    cuda = {name for name in names if has(f"aten::{name}", "AutocastCUDA")}
-    cpu = {name for name in names if has(f"aten::{name}", "AutocastCPU")}
+    cuda, cpu = _lists()
     agree = (cuda & cpu & POLICY.keys()) - _DISAGREE
     result = {name: POLICY.get(name, "unknown") for name in cuda - agree if POLICY.get(name) != "cuda_only"}
-    result |= dict.fromkeys(cpu - cuda, "fallthrough")
-    return result | {name: policy for name, policy in STAND_INS.items() if name in names}
+    return result | dict.fromkeys(cpu - cuda, "fallthrough") | STAND_INS
+
+
+@cache
+def _lists() -> tuple[frozenset[str], frozenset[str]]:
+    """CUDA's and the CPU's list, as the dispatcher has them before this module changes the latter."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    cuda, cpu = (
+        frozenset(name.removeprefix("aten::") for name in names if has(name, key))
+        for key in ("AutocastCUDA", "AutocastCPU")
+    )
+    return cuda, cpu
 
 
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
