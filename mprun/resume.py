@@ -70,7 +70,7 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], path: str = "") ->
         full, old, new = f"{path}{key}", saved.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             found |= changes(old, new, f"{full}.")
-        elif old != new and key not in ("resume", "command", "name", "trust"):
+        elif old != new and full not in ("resume", "command", "name", "trust"):
             found[full] = (old, new)
     return found
 

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from mprun.config import Config, DatasetConfig, DatasetSource, Task, TrainConfig
-from mprun.data import Batch, Data, build_data, subseed
+from mprun.data import DATASETS, Batch, Data, build_data, check_dataset, subseed
 from mprun.data.augment import shift
 from mprun.data.digits import digits
 from mprun.data.sampler import Sampler
@@ -187,6 +188,27 @@ def test_augmented_batches_differ_from_plain_ones_and_between_batches() -> None:
     assert all(0.2 < float(c.float().mean()) < 0.7 for c in changed[:-1])
     assert len({tuple(c.tolist()) for c in changed[:-1]}) == 14, "each batch has its own draws"
     assert all(torch.equal(a.targets, b.targets) for a, b in zip(plain, moved, strict=True))
+
+
+@pytest.mark.gpu
+def test_batches_are_the_same_on_the_gpu() -> None:
+    device = torch.device("cuda")
+    here = list(build_data(config(augment="shift"), device=CPU).train_batches(1))
+    there = list(build_data(config(augment="shift"), device=device).train_batches(1))
+    assert all(b.inputs.device.type == b.targets.device.type == "cuda" and b.ids.device == CPU for b in there)
+    assert equal(here, [Batch(b.inputs.cpu(), b.targets.cpu(), b.ids) for b in there])
+
+
+def test_options_in_conf_are_the_datasets() -> None:
+    files = {path.stem: path for path in (Path(__file__).parents[1] / "conf" / "dataset").glob("*.yaml")}
+    assert set(files) == {*DATASETS, "python"}
+    for name, path in files.items():
+        assert path.read_text().startswith("# "), "`mprun list` shows the first comment"
+        option = OmegaConf.load(path)
+        merged = OmegaConf.merge(OmegaConf.structured(DatasetConfig), option)
+        assert OmegaConf.is_missing(option, "name") == (name == "python")
+        if name in DATASETS:
+            check_dataset(OmegaConf.to_object(merged))  # type: ignore[arg-type]
 
 
 # -- errors -------------------------------------------------------------------------------------------------------

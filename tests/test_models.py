@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
-from mprun.config import ModelConfig, ModelSource
+from mprun.config import Config, ModelConfig, ModelSource
 from mprun.errors import ConfigError
 from mprun.models.build import build_model
 from mprun.models.catalog import MODELS, RESERVED, check_model, registered, target_of
@@ -26,6 +27,7 @@ class Spec:
 
 
 DIGITS = Spec()
+CONF = Path(__file__).parents[1] / "conf"
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +102,7 @@ def test_vit_sees_from_the_start_where_a_patch_is() -> None:
     images = torch.randn(64, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         here, elsewhere = model(images), model(images.roll(2, dims=3))  # the same patches, one column on
-    assert float((here - elsewhere).std() / here.std()) > 0.005, "0.0009 with timm's position embedding"
+    assert float((here - elsewhere).std() / here.std()) > 0.1, "0.0009 with timm's initialisation"
 
 
 @pytest.mark.parametrize("key", ["dropout", "attn_dropout", "drop_path"])
@@ -208,6 +210,26 @@ def test_own_signatures_name_the_dataset_facts() -> None:
     assert target_of(ModelConfig(name="a.b:C", source=ModelSource.python)) == "a.b:C"
 
 
+def test_options_in_conf_are_the_models_and_the_sources() -> None:
+    files = {path.stem: path for path in (CONF / "model").glob("*.yaml")}
+    assert set(files) == {*MODELS, "timm", "torchvision", "python"}
+    for name, path in files.items():
+        assert path.read_text().startswith("# "), "`mprun list` shows the first comment"
+        option = OmegaConf.load(path)
+        merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), option)
+        assert OmegaConf.is_missing(option, "name") == (name not in MODELS)
+        if name in MODELS:
+            check_model(OmegaConf.to_object(merged))  # type: ignore[arg-type]
+
+
+def test_tuned_settings_fit_the_schema() -> None:
+    files = sorted((CONF / "tuned").glob("*.yaml"))
+    assert [path.stem for path in files] == ["mlp_digits", "resnet_digits", "vit_digits"]
+    for path in files:
+        assert path.read_text().startswith("# @package _global_\n"), "Hydra reads the first line"
+        OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))  # refuses unknown keys and wrong types
+
+
 # -- timm and torchvision -----------------------------------------------------------------------------------------
 
 
@@ -243,7 +265,8 @@ def test_torchvision_models_follow_the_dataset(name: str, spec: Spec) -> None:
 
 
 def test_torchvision_vit_gets_the_image_size_and_errors_name_the_keyword() -> None:
-    with pytest.raises(ConfigError, match=r"model\.kwargs=\{\} do not fit vit_b_32: Input shape indivisible"):  # 8 pixels, patches of 32
+    # 8 pixels cannot be cut into patches of 32.
+    with pytest.raises(ConfigError, match=r"model\.kwargs=\{\} do not fit vit_b_32: Input shape indivisible"):
         build("vit_b_32", "torchvision")
     with pytest.raises(
         ConfigError, match=r"widht_per_group is not a parameter of ResNet: did you mean 'width_per_group'"

@@ -2,11 +2,13 @@ import doctest
 import itertools
 import math
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 import mprun.training.schedule
 from mprun.config import ScheduleConfig
@@ -32,6 +34,7 @@ def runs(draw: st.DrawFn, names: tuple[str, ...] = tuple(SHAPES)) -> Schedule:
 
 
 @settings(deadline=None)  # the machine may be busy
+@example(Schedule("step", total_steps=1, warmup_steps=1, milestones=(0.0,)))
 @given(runs())
 def test_range_and_table(schedule: Schedule) -> None:
     table = schedule.table()
@@ -140,3 +143,12 @@ def test_docstrings_compute_what_they_say() -> None:
     result = doctest.testmod(mprun.training.schedule)
     assert result.attempted >= 7
     assert result.failed == 0
+
+
+def test_options_in_conf_are_the_shapes() -> None:
+    files = {path.stem: path for path in (Path(__file__).parents[1] / "conf" / "schedule").glob("*.yaml")}
+    assert set(files) == set(SHAPES)
+    for name, path in files.items():
+        merged = OmegaConf.merge(OmegaConf.structured(ScheduleConfig), OmegaConf.load(path))
+        assert build_schedule(OmegaConf.to_object(merged), 100) == Schedule(name, 100)  # type: ignore[arg-type]
+        assert path.read_text().startswith("# "), "`mprun list` shows the first comment"

@@ -283,6 +283,7 @@ def test_colours_and_bars_only_where_they_can_be_seen(monkeypatch: pytest.Monkey
     dumb = screen(force_terminal=True)
     show(dumb, [train(1), val(1)]).finish({"status": "ok"})
     assert "━" not in text_of(dumb)
+    assert "ok: 0 steps applied" in text_of(dumb)
     assert "\x1b" not in text_of(dumb)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
@@ -346,20 +347,29 @@ def val(step, loss, top1):
 def globals_now():
     return {
         "python": random.getstate(), "numpy": np.random.get_state()[1].tolist(), "hook": sys.excepthook, "exit": sys.exit,
-        "streams": (sys.stdin, sys.stdout, sys.stderr), "cwd": os.getcwd(),
+        "streams": (sys.stdin, sys.stdout, sys.stderr, sys.stdout.write, sys.stderr.write), "cwd": os.getcwd(),
         "signals": [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)],
         "environ": {k: v for k, v in os.environ.items() if k != "WANDB_ERROR_REPORTING"},
     }
 """
 
 
-def script(code: str, cwd: Path, *, warnings: str = "error", stdin: Any = subprocess.DEVNULL, **environ: str) -> Any:
+def script(
+    code: str,
+    cwd: Path,
+    *,
+    warnings: str = "error",
+    stdin: Any = subprocess.DEVNULL,
+    stderr: Any = subprocess.PIPE,
+    **environ: str,
+) -> Any:
     """Run ``code`` after ``RUN`` in a process of its own: W&B's service and threads stay out of this one."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
     home = {"HOME": str(cwd), "NETRC": str(cwd / "netrc"), "PYTHONPATH": str(ROOT), "WANDB_X_DISABLE_STATS": "true"}
     return subprocess.run(
         [sys.executable, "-W", warnings, "-c", RUN + code],
-        cwd=cwd, env={**clean, **home, **environ}, stdin=stdin, capture_output=True, text=True, timeout=100,
+        cwd=cwd, env={**clean, **home, **environ}, stdin=stdin, stdout=subprocess.PIPE,
+        stderr=stderr, text=True, timeout=40,
     )  # fmt: skip
 
 
@@ -485,18 +495,19 @@ print(len(sinks), sorted({"wandb", "torch"} & set(sys.modules)))
 
 def test_online_without_a_key_never_asks_and_goes_on_offline(tmp_path: Path) -> None:
     pty = pytest.importorskip("pty")
-    controller, terminal = pty.openpty()  # stdin is a terminal: exactly where W&B would ask
+    controller, terminal = pty.openpty()  # stdin and stderr are a terminal: exactly where W&B would ask
     try:
-        done = script('print(run("run", [train(1, 1.0)], mode="online")["mode"])', tmp_path, stdin=terminal)
+        done = script(
+            'print(run("run", [train(1, 1.0)], mode="online")["mode"])', tmp_path, stdin=terminal, stderr=terminal
+        )
+        os.close(terminal)
+        screen = ESCAPE.sub("", os.read(controller, 1 << 16).decode())
     finally:
         os.close(controller)
-        os.close(terminal)
-    assert done.stdout.strip() == "offline", done.stderr
-    told = [line for line in done.stderr.splitlines() if "wandb" in line.lower() or "W&B" in line]
+    assert done.stdout.strip() == "offline", screen
+    told = [line for line in screen.splitlines() if "wandb" in line.lower() or "W&B" in line]
     assert len(told) == 1
     assert re.match(r"W&B online failed \(No API key.*\); writing offline files instead", told[0])
-    names = [path.name for path in (tmp_path / "run" / "wandb").iterdir() if path.is_dir() and not path.is_symlink()]
-    assert [name.split("-")[0] for name in names] == ["offline"]
 
 
 def test_a_silent_server_costs_a_bounded_time_and_the_id_stays(tmp_path: Path) -> None:
@@ -518,6 +529,9 @@ print(json.dumps(run("run", [train(1, 1.0)], mode="online")), time.monotonic() -
     wandb = json.loads(done.stdout.rpartition(" ")[0])
     assert (wandb["mode"], wandb["id"]) == ("offline", "abc123"), done.stderr
     assert done.stderr.count("W&B") == 1
+    # What the attempt to go online left is no run, and must not be offered for upload.
+    folders = [path for path in (tmp_path / "run" / "wandb").iterdir() if path.is_dir() and not path.is_symlink()]
+    assert [folder.name for folder in folders] == [Path(wandb["dir"]).name]
     assert len(history_of(records_of(tmp_path / "run" / wandb["dir"]))) == 1
 
 

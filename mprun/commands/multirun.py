@@ -10,8 +10,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mprun.compose import check, options, prepare, register, translate, tree
+from mprun.compose import check, check_words, options, prepare, register, translate, tree
 from mprun.errors import ConfigError, MprunError
+
+
+VALUED = {"--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp"}
 
 
 def run(words: Sequence[str]) -> int:
@@ -39,11 +42,28 @@ def run(words: Sequence[str]) -> int:
         if code:
             failures.append(f"job {settings.job.num} ended with status {code}")
 
-    arguments = prepare(words)
-    sys.argv = ["mprun", *arguments]
+    flags, overrides = split_flags(words)
+    ready = prepare(overrides)
+    check_words(ready)
+    sys.argv = ["mprun", *flags, *ready]
     entry = hydra.main(version_base="1.3", config_path=str(tree("conf")), config_name="config")(job)
     try:
         entry()
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(translate(error, words)) from error
     return 1 if failures else 0
+
+
+def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Hydra's flags (with their values) and the overrides of ``words``: Hydra's parser wants the flags first."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("-"):
+            overrides.append(word)
+            continue
+        flags.append(word)
+        if word in VALUED:
+            flags += [value for value in [next(rest, None)] if value is not None]
+    return flags, overrides

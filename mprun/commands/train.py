@@ -50,13 +50,13 @@ def execute(config: Config, run_dir: Path, *, resume: Resume | None = None, comp
         state, data, plan = build(config, device)
         if saved is not None and resume is not None:
             checkpoint.restore(state, saved, path=resume.checkpoint)
-        from mprun.training.loop import Run, best_of
+        from mprun.training.loop import Run, best_of, resume_log
         from mprun.training.metrics import Best
 
         best = Best(**saved["best"]) if saved and saved["best"]["metric"] == best_of(config).metric else best_of(config)
         run = Run(config, state, data, plan, [], run_dir, best, metadata={"config": plain})
         if saved is not None:
-            run.segment, run.train_s = saved["segment"] + 1, saved["train_s"]
+            resume_log(run, saved["log"])
         return _recorded(run, plain, kernels, started=started, resumed=saved is not None, composed=composed)
 
 
@@ -73,7 +73,7 @@ def _recorded(
 ) -> int:
     """Create the folder, run the loop between ``start`` and ``finish`` of the sinks, and write ``result.json``."""
     from mprun.report.summary import print_summary
-    from mprun.tracking import build_sinks
+    from mprun.tracking import build_sinks, finish_sinks
     from mprun.tracking.base import RunInfo
     from mprun.training.env import atomic_write_json
     from mprun.training.loop import finished
@@ -92,6 +92,7 @@ def _recorded(
         name=config.name,
         total_steps=run.plan.steps,
         resumed_from_step=run.state.counters.applied if resumed else None,
+        resumed_from_attempt=run.state.counters.attempts if resumed else None,
         tracking=config.tracking,
         job_type=config.command,
     )
@@ -108,8 +109,7 @@ def _recorded(
         result["error"] = f"{type(caught).__name__}: {caught}"
     finally:
         _fill(result, run, started)
-        for sink in reversed(run.sinks):
-            sink.finish(result)
+        finish_sinks(run.sinks, result)
         atomic_write_json(run_dir / "result.json", result)
     print_summary(result, run_dir)
     if error is not None:

@@ -10,7 +10,7 @@ float64) before it runs; every other operation takes its inputs as they come:
     promote            to the widest input    dot, addcmul, index_put, grid_sampler
     banned             raises                 binary_cross_entropy
 
-Why it matters. torch has one table per device, and they differ in about 150 entries. The CPU's leaves exp, sum, pow,
+Why it matters. torch has one table per device, and they differ in more than 150 entries. The CPU's leaves exp, sum, pow,
 norm, softmax and layer_norm in half. A hand-written RMSNorm, ``x * rsqrt(x.pow(2).mean() + eps)``, on x = +-300 then gets
 300**2 = 90000 = inf in FP16, rsqrt(inf) = 0, and returns zeros, with no NaN in sight. CUDA's table has ``pow`` and
 ``rsqrt`` in FP32, and it returns +-1. What neither table protects is ``x * x``: inf on both.
@@ -94,6 +94,10 @@ _BANNED_MESSAGE = (
     "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast: half probabilities round to 0 "
     "and 1, whose log is -inf. Drop the sigmoid and use binary_cross_entropy_with_logits or BCEWithLogitsLoss."
 )
+_UNKNOWN_MESSAGE = (
+    "aten::{name} is on CUDA's autocast list in torch {torch}, with a policy that mprun does not know; "
+    "call it in a torch.autocast('cpu', enabled=False) region, on inputs of the dtype that it should have"
+)
 
 
 @contextmanager
@@ -103,22 +107,19 @@ def cuda_operation_list() -> Iterator[None]:
     Changes nothing outside of autocast regions. May be nested and repeated. Compile in the thread that entered. An
     operation that this torch has put on CUDA's list since the table was written raises when it is called under autocast.
 
-    Yields:
-        None.
-
     Raises:
         PrecisionError: If torch lacks a hook.
     """
     _check_hooks()
     compiler: Any = torch.compiler.config
-    tag = compiler.cache_key_tag
     _change(+1)
     try:
-        compiler.cache_key_tag = tag if tag.endswith(_CACHE_TAG) else tag + _CACHE_TAG
+        compiler.cache_key_tag = compiler.cache_key_tag.removesuffix(_CACHE_TAG) + _CACHE_TAG
         yield
     finally:
-        compiler.cache_key_tag = tag
         _change(-1)
+        if _library is None:
+            compiler.cache_key_tag = compiler.cache_key_tag.removesuffix(_CACHE_TAG)
 
 
 # --- installing -------------------------------------------------------------------------------------------------------
@@ -144,8 +145,7 @@ def _change(by: int) -> None:
 
 def _install() -> Any:
     """Register CUDA's policies, and let the operations that only the CPU lists fall through to their kernels."""
-    new_library: Any = torch.library.Library
-    library = new_library("aten", "IMPL")
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():  # torch warns about replaced kernels; replacing them is the point
         warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
         for name, policy in plan().items():
@@ -155,20 +155,17 @@ def _install() -> Any:
 
 
 def _forget_compiled_code() -> None:
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is not None:
-        dynamo.reset()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 def _check_hooks() -> None:
     private = ("_ExcludeDispatchKeyGuard", "_dispatch_has_kernel_for_dispatch_key", "_dispatch_get_all_op_names")
     missing = [f"torch._C.{hook}" for hook in private if not hasattr(torch._C, hook)]
-    if not hasattr(torch.compiler.config, "cache_key_tag"):
-        missing.append("torch.compiler.config.cache_key_tag")
-    if missing:
+    if missing or not hasattr(torch.compiler.config, "cache_key_tag"):
         raise PrecisionError(
-            f"autocast on the CPU with CUDA's operation list needs {missing[0]}, which torch {torch.__version__} lacks; "
-            "precision=fp32 works without it"
+            f"CUDA's autocast list on the CPU needs {(*missing, 'torch.compiler.config.cache_key_tag')[0]}, "
+            f"which torch {torch.__version__} lacks; precision=fp32 works without it"
         )
 
 
@@ -188,18 +185,14 @@ def _lists() -> tuple[frozenset[str], frozenset[str]]:
     """CUDA's and the CPU's list, as the dispatcher has them before this module changes the latter."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
-    cuda, cpu = (
-        frozenset(name.removeprefix("aten::") for name in names if has(name, key))
-        for key in ("AutocastCUDA", "AutocastCPU")
-    )
-    return cuda, cpu
-
-
-_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-_ELIGIBLE = frozenset({torch.float16, torch.bfloat16, torch.float32})  # never float64, integers or complex
+    cuda, cpu = ([n.removeprefix("aten::") for n in names if has(n, f"Autocast{device}")] for device in ("CUDA", "CPU"))
+    return frozenset(cuda), frozenset(cpu)
 
 
 # --- policies ---------------------------------------------------------------------------------------------------------
+
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_ELIGIBLE = frozenset({torch.float16, torch.bfloat16, torch.float32})  # never float64, integers or complex
 
 
 def _operation(name: str) -> Any:
@@ -256,14 +249,15 @@ def _fp32_set_dtype(name: str) -> Function:
 
 
 def _fp32_append_dtype(name: str) -> Function:
-    with_dtype = _operation(
-        {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}[name]
-    )
-    defaults = {"norm.Scalar": (2,), "norm.ScalarOpt_dim": (None, None, False)}[name]  # p; p, dim, keepdim
+    overload, defaults = {  # of p, and of p, dim, keepdim: trailing defaults do not arrive
+        "norm.Scalar": ("norm.ScalarOpt_dtype", (2,)),
+        "norm.ScalarOpt_dim": ("norm.ScalarOpt_dim_dtype", (None, None, False)),
+    }[name]
+    operation = _operation(overload)
 
     def function(x: Tensor, *args: Any) -> Any:
         with _off():
-            return with_dtype(x, *args, *defaults[len(args) :], dtype=torch.float32 if _eligible(x) else x.dtype)
+            return operation(x, *args, *defaults[len(args) :], dtype=torch.float32 if _eligible(x) else x.dtype)
 
     return function
 
@@ -283,27 +277,14 @@ def _promote(name: str) -> Function:
 
 def _half_through_fp32(name: str) -> Function:
     operation = _operation(name)
-
-    def function(x: Tensor, *args: Any, **options: Any) -> Any:
-        return _call(operation, (x, *args), options, torch.float32).to(x.dtype)
-
-    return function
+    return lambda x, *args, **options: _call(operation, (x, *args), options, torch.float32).to(x.dtype)
 
 
-def _raising(error: Exception) -> Function:
+def _raising(error: type[Exception], message: str) -> Function:
     def function(*args: Any, **options: Any) -> Any:
-        raise error
+        raise error(message)
 
     return function
-
-
-def _unknown(name: str) -> Function:
-    return _raising(
-        PrecisionError(
-            f"aten::{name} is on CUDA's autocast list in torch {torch.__version__}, with a policy that mprun does not know; "
-            "call it in a torch.autocast('cpu', enabled=False) region, on inputs of the dtype that it should have"
-        )
-    )
 
 
 _FUNCTIONS: dict[str, Callable[[str], Function]] = {
@@ -313,6 +294,6 @@ _FUNCTIONS: dict[str, Callable[[str], Function]] = {
     "fp32_append_dtype": _fp32_append_dtype,
     "promote": _promote,
     "half_through_fp32": _half_through_fp32,
-    "banned": lambda name: _raising(RuntimeError(_BANNED_MESSAGE)),
-    "unknown": _unknown,
+    "banned": lambda name: _raising(RuntimeError, _BANNED_MESSAGE),
+    "unknown": lambda name: _raising(PrecisionError, _UNKNOWN_MESSAGE.format(name=name, torch=torch.__version__)),
 }

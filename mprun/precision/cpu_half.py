@@ -7,30 +7,31 @@ exact in FP32; products are summed in FP32; only the finished sum is rounded to 
 
 FP16 -> FP32 is exact, so a processor without half arithmetic can do this with its FP32 kernels:
 ``mm(a.float(), b.float()).half()``. This module does that, in torch's dispatcher, for matrix products, convolutions and
-attention. Bias and ``beta * C0`` join in FP32, before the rounding. torch's own CPU half kernels give the same numbers
-(more than 99 % of the entries bit for bit; the rest differ by the order of the FP32 sum), 3 to 60 times more slowly.
+attention. Bias and ``beta * C0`` join in FP32, before the rounding. torch's own CPU half kernels take 3 to 50 times as
+long. In products and forward convolutions they give the same numbers (99.6 % of the entries bit for bit; the rest
+differ by the order of the FP32 sum). In transposed and backward convolutions they also round partial sums, so that
+they are less exact, and can overflow where the result does not.
 
 Range. The largest FP16 is 65504, and the next value would be 65536. Rounding to nearest takes what is below the midpoint,
 65520, to 65504, and everything from 65520 on to inf (the tie goes to the even significand, which is the one out of
 range). The FP32 sum knows on which side it is, so overflow appears where IEEE rounding puts it. A partial sum beyond
 65504 does no harm, as on a GPU. Magnitudes up to 2**-25 become 0; above that they live on as subnormals, spaced 2**-24.
 
-Attention. Scores and probabilities stay FP32 inside the kernel; the output is rounded once. A GPU also rounds the
-probabilities before they meet V; that difference lies within the rounding of the output. ``bf16_attention`` does the
-same for BF16, whose CPU flash-attention backward is several times slower than FP32 for small heads. The other BF16
-kernels are fast and are left alone.
+Attention. Scores and probabilities stay FP32 inside the kernel; the results are rounded once. A GPU also rounds the
+probabilities before they meet V. BF16 kernels are fast natively, all but one: the backward pass of CPU flash attention
+takes 3 to 10 times as long as in FP32 for short sequences (at 512 tokens they are even). ``bf16_attention`` widens that one.
 
-What stays native: ``dot``, ``addr``, reductions and pointwise operations, which are neither slow nor wrong, and SDPA's
-math path (dropout, masks that need gradients), which widens to FP32 by itself. ``addbmm``, ``conv_tbc`` and recurrent
-cells are composed of the operations above, on the CPU as on CUDA: one rounding per part. cuDNN adds a convolution's bias after
-its rounding; here, as in oneDNN, it joins before.
+What stays native: ``mv``, ``dot``, ``addr``, reductions and pointwise operations, which are neither slow nor wrong, and
+SDPA's math path (dropout, masks that need gradients), which widens to FP32 by itself. ``addbmm``, ``conv_tbc`` and
+recurrent cells are composed of the operations above, on the CPU as on CUDA: one rounding per part. cuDNN adds a
+convolution's bias after its rounding; here, as in oneDNN, it joins before.
 
-How. The kernels sit on the dispatch key ``BackendSelect``, which every call passes just above the device's own kernels: below
-autograd, autocast, vmap and tracing. So autograd still saves FP16 tensors, backward and compiled code (which calls ``mm.out``
-through the dispatcher) reach the same kernels, and nothing of torch's is overwritten. Other dtypes and devices go on to the
-kernel they would have had, bit for bit, for about 2 us a call; FP16 pays about 5 us and the casts. Replacing the "CPU"
-kernels themselves would cost the same, but ``get_kernel(...).call_boxed`` keeps Python's global lock during
-the arithmetic, which stalls loader threads; ``redispatch`` gives it up.
+How. The kernels sit on the dispatch key ``BackendSelect``, which every call passes just above the device's own kernels:
+below autograd, autocast, vmap and tracing. So autograd still saves FP16 tensors, backward and compiled code (which
+calls ``mm.out`` through the dispatcher) reach the same kernels, and nothing of torch's is overwritten. Other dtypes and
+devices go on to the kernel they would have had, bit for bit, for 2 to 3 us a call; FP16 pays 5 to 8 us and the casts.
+Replacing the "CPU" kernels themselves would cost the same, but ``get_kernel(...).call_boxed`` keeps Python's global lock
+during the arithmetic, which stalls loader threads; ``redispatch`` gives it up.
 """
 
 from __future__ import annotations
@@ -51,19 +52,20 @@ Result: TypeAlias = Literal["new", "out", "self"]  # a new tensor, the argument 
 
 SETTINGS = ("auto", "fast", "native")
 
-# Every matrix product and convolution with a half kernel of its own on the CPU. `mv` arrives as `addmv_`, `linear` as
-# `addmm` or `mm`, a convolution of any rank, grouped or transposed, as `convolution`. Compiled code uses the `.out` forms.
+# Every matrix product and convolution with a slow half kernel on the CPU. `linear` arrives as `addmm` or `mm`, a
+# convolution of any rank, grouped or transposed, as `convolution`. Compiled code uses the `.out` forms.
 _BY_RESULT: dict[Result, str] = {
-    "new": "mm addmm bmm baddbmm addmv _addmm_activation convolution convolution_backward",
-    "out": "mm.out addmm.out bmm.out baddbmm.out addmv.out _addmm_activation.out",
-    "self": "addmm_ baddbmm_ addmv_",
+    "new": "mm addmm bmm baddbmm _addmm_activation convolution convolution_backward",
+    "out": "mm.out addmm.out bmm.out baddbmm.out _addmm_activation.out",
+    "self": "addmm_ baddbmm_",
 }
 PRODUCTS: dict[str, Result] = {name: result for result, names in _BY_RESULT.items() for name in names.split()}
 
-# Operation -> how many of its leading results are rounded. The logsumexp of the forward pass stays FP32.
-ATTENTION: dict[str, int] = {
-    "_scaled_dot_product_flash_attention_for_cpu": 1,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": 3,
+# Operation -> how many of its leading results are rounded, and for which dtypes it is slow. The logsumexp of the forward
+# pass stays FP32.
+ATTENTION: dict[str, tuple[int, tuple[torch.dtype, ...]]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": (1, (torch.float16,)),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (3, (torch.float16, torch.bfloat16)),
 }
 
 
@@ -111,10 +113,7 @@ def cpu_half_kernels(*, half: bool, bf16_attention: bool) -> Iterator[None]:
 
     Args:
         half: FP16 products, convolutions and attention.
-        bf16_attention: The flash-attention pair for BF16 inputs.
-
-    Yields:
-        None.
+        bf16_attention: The backward pass of flash attention for BF16 inputs.
 
     Raises:
         PrecisionError: If torch lacks a hook, or if its FP32 kernels are allowed to multiply in BF16.
@@ -165,12 +164,11 @@ def _change(dtypes: list[torch.dtype], by: int) -> None:
 def _install(group: str) -> Any:
     under = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     if group == "attention":
-        kernels = {name: _attention(_operation(name), under, rounded) for name, rounded in ATTENTION.items()}
+        kernels = {name: _attention(_operation(name), under, *how) for name, how in ATTENTION.items()}
     else:
         forms = {"new": _returns_new, "out": _writes_out, "self": _writes_self}
         kernels = {name: forms[result](_operation(name), under) for name, result in PRODUCTS.items()}
-    new_library: Any = torch.library.Library
-    library = new_library("aten", "IMPL")
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, kernel in kernels.items():
         library.impl(name, kernel, "BackendSelect", with_keyset=True)
     return library
@@ -268,10 +266,10 @@ def _writes_self(operation: Any, under: Any) -> Kernel:
     return kernel
 
 
-def _attention(operation: Any, under: Any, rounded: int) -> Kernel:
+def _attention(operation: Any, under: Any, rounded: int, dtypes: tuple[torch.dtype, ...]) -> Kernel:
     def kernel(keys: Any, first: Tensor, *rest: Any, **options: Any) -> Any:
         below, dtype = keys & under, first.dtype
-        if not _users.get(dtype) or not keys.has(torch._C.DispatchKey.CPU):
+        if dtype not in dtypes or not _users[dtype] or not keys.has(torch._C.DispatchKey.CPU):
             return operation.redispatch(below, first, *rest, **options)
 
         def widen(value: Any) -> Any:  # logsumexp and an FP32 mask are FP32 already

@@ -5,8 +5,8 @@
   ``metrics.jsonl`` has everything in any case.
 * **Bounded waiting.** Online without a key, or with a server that does not answer within ``INIT_TIMEOUT_S``, becomes
   offline with one line. Nobody is ever asked for a key: a question in a batch job waits forever.
-* **Nothing global stays changed.** W&B replaces ``sys.excepthook`` and ``sys.exit``, exports ``WANDB_SERVICE`` to child
-  processes and adds warning filters; all that is put back. Its ids come from a generator of its own.
+* **Nothing global stays changed.** W&B replaces ``sys.excepthook``, ``sys.exit`` and the ``write`` of both streams,
+  exports ``WANDB_SERVICE`` to child processes and adds warning filters; all that is kept away or put back.
 * **One axis.** All metrics are drawn over ``step`` (applied steps), so evaluations and training share it, and values
   that a resumed run logs again are not dropped as W&B does with its own counter.
 * **The newest file is the whole run.** W&B cannot resume offline: uploading a second offline file of one id replaces
@@ -86,6 +86,7 @@ class WandbSink(Sink):
         self._id = ""
         self._folder = ""
         self._url: str | None = None
+        self._fallback = ""
         self._failed = False
         self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_SIZE)
         self._thread: threading.Thread | None = None
@@ -96,8 +97,12 @@ class WandbSink(Sink):
         try:
             self._id = _run_id(info.run_dir)
             backlog = read_metrics(info.run_dir, effective=True) if info.resumed_from_step is not None else []
-            with _untouched():
-                self._run = self._init(info)
+            try:
+                with _untouched():
+                    self._run = self._init(info)
+            finally:  # only now is stderr the real one again
+                if self._fallback:
+                    self._say(self._fallback)
             self._folder = os.path.relpath(Path(self._run.dir).parent, info.run_dir)
             self._url = str(self._run.url) if self.mode == "online" else None
             if self._run.resumed:  # the server has the history
@@ -149,7 +154,7 @@ class WandbSink(Sink):
         except (Exception, SystemExit) as error:
             if self.mode == "offline":
                 raise
-            self._say(f"W&B online failed ({_reason(error)}); writing offline files instead")
+            self._fallback = f"W&B online failed ({_reason(error)}); writing offline files instead"
         wandb.teardown()  # the service goes on holding the run's id
         # What the failed attempt left looks like a run and would be offered for upload.
         for folder in set((info.run_dir / "wandb").glob("run-*")) - before:
@@ -248,25 +253,27 @@ def _run_id(run_dir: Path) -> str:
 
 @contextmanager
 def _untouched() -> Iterator[None]:
-    """Import and start W&B, and put back everything global that it changes; stdin is no terminal meanwhile."""
+    """Import and start W&B, and put back everything global that it changes.
+
+    Meanwhile the three streams lead nowhere: W&B patches them for good, writes about itself, and would ask for a key.
+    """
     # Its error reports hold up the end of the process by half a minute if its server cannot be reached.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     service = os.environ.get("WANDB_SERVICE")
-    hook, leave, stdin = sys.excepthook, sys.exit, sys.stdin
     exits: Any = atexit
-    register = exits.register
+    register, hooks, streams = exits.register, (sys.excepthook, sys.exit), (sys.stdin, sys.stdout, sys.stderr)
 
     def note(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _at_exit.append(function)
         return register(function, *args, **kwargs)
 
-    with undrawn(), warnings.catch_warnings(), open(os.devnull) as nothing:
+    with undrawn(), warnings.catch_warnings(), open(os.devnull) as source, open(os.devnull, "w") as drain:
         warnings.simplefilter("ignore")
-        sys.stdin, exits.register = nothing, note
+        exits.register, sys.stdin, sys.stdout, sys.stderr = note, source, drain, drain
         try:
             yield
         finally:
-            sys.excepthook, sys.exit, sys.stdin, exits.register = hook, leave, stdin, register
+            exits.register, (sys.excepthook, sys.exit), (sys.stdin, sys.stdout, sys.stderr) = register, hooks, streams
             if service is None:
                 os.environ.pop("WANDB_SERVICE", None)
             else:

@@ -7,6 +7,7 @@ or which module's output (forward) or input gradient (backward) is the first non
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,13 +72,17 @@ def _replay(state: TrainState, batch: Batch) -> str | None:
                 "keep it in FP32, use BF16, or lower the learning rate"
             )
 
-    def after_backward(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
-        if not found and _finite(grad_output) and not _finite(grad_input):
-            found.append(f"first non-finite gradient: behind {names[module]} ({type(module).__name__})")
+        map_tensors(output, lambda t: t.register_hook(partial(after_backward, module)) if t.requires_grad else None)
+
+    def after_backward(module: nn.Module, grad: Tensor) -> None:
+        # Gradients arrive from the loss backwards, so the first bad one is the nearest to where it was born.
+        if not found and not _finite(grad):
+            found.append(
+                f"first non-finite gradient: at the output of {names[module]} ({type(module).__name__}), from what follows it"
+            )
 
     leaves = [module for module in state.model.modules() if not any(module.children())]
     handles = [module.register_forward_hook(after_forward) for module in leaves]
-    handles += [module.register_full_backward_hook(after_backward) for module in leaves]
     try:
         valid = valid_targets(batch.targets, state.task)
         loss, _ = forward_loss(state, batch, valid)

@@ -11,6 +11,8 @@ the parameter's dtype.) Learning rate, betas and decay are not in it: they follo
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
 import os
 import pickle
 from collections.abc import Mapping
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from mprun.errors import CheckpointError
 from mprun.training.env import capture_rng, restore_rng
@@ -38,6 +41,7 @@ def snapshot(state: TrainState, **extra: Any) -> dict[str, Any]:
         "model": dict(state.model.state_dict()),
         "masters": dict(state.weights.by_name),
         "optimizer": optimizer_state(state),
+        "optimizer_groups": [group_state(state.optimizer, group) for group in state.optimizer.param_groups],
         "scale": state.scale.state_dict(),
         "ema": None if state.ema is None else state.ema.state_dict(),
         "counters": asdict(state.counters),
@@ -53,11 +57,13 @@ def restore(state: TrainState, saved: Mapping[str, Any], *, path: Path) -> None:
     Raises:
         CheckpointError: names or shapes differ, or the checkpoint has no EMA where the run wants one (or other way round).
     """
-    if not {"mode", "model", "masters", "optimizer", "scale", "counters", "position", "rng"} <= saved.keys():
+    if not {"mode", "model", "masters", "optimizer", "optimizer_groups", "scale", "counters", "position", "rng"} <= saved.keys():
         raise CheckpointError(f"{path} is not a whole checkpoint: parts are missing")
     _same_tensors(saved["model"], dict(state.model.state_dict()), what="model", path=path)
     load_weights(state, saved, path=path)
     load_optimizer_state(state, saved["optimizer"], path=path)
+    for group, entry in zip(state.optimizer.param_groups, saved["optimizer_groups"], strict=True):
+        group.update(copy.deepcopy(entry))
     state.scale = state.loss_scale.load(saved["scale"], state.device)
     if state.ema is not None:
         if saved["ema"] is None:
@@ -96,6 +102,12 @@ def optimizer_state(state: TrainState) -> dict[str, dict[str, Any]]:
             if p in state.optimizer.state:
                 found[name] = dict(state.optimizer.state[p])
     return found
+
+
+def group_state(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer keeps in a parameter group that is no argument of its: some count their steps there."""
+    arguments = inspect.signature(type(optimizer)).parameters
+    return {key: value for key, value in group.items() if key not in arguments and key not in ("params", "names")}
 
 
 def load_optimizer_state(state: TrainState, saved: Mapping[str, Mapping[str, Any]], *, path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from mprun.config import Config, OnNonFiniteLoss, OnOverflow, Task
 from mprun.data.base import Batch, Data
-from mprun.errors import CheckpointError, LossScaleError, NonFiniteError
+from mprun.errors import CheckpointError, ConfigError, LossScaleError, NonFiniteError
 from mprun.tracking.base import Sink
 from mprun.training import checkpoint
 from mprun.training.blame import explain
@@ -63,7 +63,6 @@ class Run:
     run_dir: Path
     best: Best
     metadata: dict[str, Any] = field(default_factory=dict)
-    segment: int = 0
     means: Means = field(default_factory=Means)
     skip_rate: SkipRate = field(default_factory=SkipRate)
     pending: list[tuple[list[Batch], StepResult]] = field(default_factory=list)
@@ -71,7 +70,7 @@ class Run:
     last_row: StepRow | None = None
     logged_step: int = 0
     evaluated_step: int = -1
-    saved_attempt: int = -1
+    saved_step: int = -1
     train_s: float = 0.0
     wait_s: float = 0.0
     window_s: float = 0.0
@@ -116,13 +115,13 @@ def fit(run: Run) -> RunResult:
     state = run.state
     with signals(run):
         while not finished(run):
-            applied_before = state.counters.applied
+            empty_before = state.counters.empty
             for window in windows(run):
                 step(run, window)
                 if finished(run) or run.stop_signal is not None:
                     break
             else:
-                end_epoch(run, applied_before)
+                end_epoch(run, empty_before)
             if run.stop_signal is not None:
                 save(run)
                 return RunResult("interrupted", run.stop_signal)
@@ -182,7 +181,7 @@ def step(run: Run, window: list[Batch]) -> None:
         log_train(run)
     if _due(config.train.eval_every, applied, run.evaluated_step):
         evaluate(run)
-    if config.train.checkpoint_every and _due(config.train.checkpoint_every, applied, run.saved_attempt):
+    if config.train.checkpoint_every and _due(config.train.checkpoint_every, applied, run.saved_step):
         save(run)
 
 
@@ -192,6 +191,8 @@ def attempt(run: Run, window: list[Batch]) -> None:
     run.state.counters.attempts += 1
     run.window_attempts += 1
     run.pending.append((window, result))
+    for sink in run.sinks:
+        sink.progress(run.state.counters.applied, run.state.counters.attempts)
 
 
 def _must_look(run: Run) -> bool:
@@ -292,13 +293,13 @@ def _raise_patience(run: Run, row: StepRow, number: int, window: Sequence[Batch]
     )
 
 
-def end_epoch(run: Run, applied_before: int) -> None:
+def end_epoch(run: Run, empty_before: int) -> None:
     """The border between epochs: evaluate and save where no step count says when."""
     state, train = run.state, run.config.train
-    if run.plan.by_steps and state.counters.applied == applied_before and not run.data.batches_per_epoch == 0:
-        raise NonFiniteError(
-            f"epoch {state.position.epoch} applied no step at all ({state.counters.empty} empty windows so far, "
-            f"{state.counters.skipped} skipped): training would never reach train.steps={run.plan.steps}"
+    if state.counters.empty - empty_before == run.plan.windows_per_epoch and run.plan.by_steps:
+        raise ConfigError(
+            f"epoch {state.position.epoch} had no valid target at all (every label is ignored): "
+            f"train.steps={run.plan.steps} would never be reached"
         )
     if train.eval_every is None:
         evaluate(run)
@@ -383,17 +384,36 @@ def save(run: Run, name: str = "last.pt") -> None:
     if run.pending:
         drain(run)
     folder = run.run_dir / "checkpoints"
-    extra = {"best": asdict(run.best), "segment": run.segment, "train_s": run.train_s, **run.metadata}
+    extra = {"best": asdict(run.best), "log": _log_state(run), **run.metadata}
     content = checkpoint.snapshot(run.state, **extra)
     try:
         checkpoint.save(content, folder / name)
         if name == "last.pt":
-            run.saved_attempt = run.state.counters.applied
+            run.saved_step = run.state.counters.applied
             if run.config.train.keep and run.config.train.checkpoint_every:
                 checkpoint.save(content, folder / f"step_{run.state.counters.applied}.pt")
                 checkpoint.prune(folder, run.config.train.keep)
     except CheckpointError as error:
         warn(run, str(error))
+
+
+def _log_state(run: Run) -> dict[str, Any]:
+    """What logging needs to go on as if nothing had happened."""
+    return {
+        "means": asdict(run.means),
+        "logged_step": run.logged_step,
+        "evaluated_step": run.evaluated_step,
+        "train_s": run.train_s,
+        "examples": run.examples,
+    }
+
+
+def resume_log(run: Run, saved: dict[str, Any]) -> None:
+    """Put :func:`_log_state` back."""
+    run.means = Means(**saved["means"])
+    run.logged_step, run.evaluated_step = saved["logged_step"], saved["evaluated_step"]
+    run.train_s, run.examples = saved["train_s"], saved["examples"]
+    run.saved_step = run.state.counters.applied
 
 
 def warn(run: Run, message: str) -> None:
@@ -408,7 +428,6 @@ def emit(run: Run, record: dict[str, Any]) -> None:
         "step": counters.applied,
         "attempt": counters.attempts,
         "epoch": run.state.position.epoch,
-        "segment": run.segment,
         **record,
     }
     for sink in run.sinks:

@@ -61,9 +61,10 @@ class Schedule:
         """
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
+        step = min(step, self.total_steps - 1)
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
-        return SHAPES[self.name](min(step, self.total_steps - 1), self)
+        return SHAPES[self.name](step, self)
 
     def table(self) -> list[float]:
         """Every multiplier from step 0 to ``total_steps``, so that a device can look its own step up."""
