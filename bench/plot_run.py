@@ -104,6 +104,7 @@ def draw_top1(axis: Axes, records: Records) -> None:
     axis.annotate(
         number_text(values[best]), (steps[best], values[best]), xytext=(0, -16), textcoords="offset points",
         ha="right" if steps[best] > 0.9 * steps[-1] else "center", fontsize=9, color=INK,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.85},
     )  # fmt: skip
     axis.set_ylabel("top-1", color=INK)
     axis.margins(y=0.12)
@@ -116,15 +117,15 @@ def draw_scale(axis: Axes, records: Records) -> None:
         [r["step"] for r in known], [r["precision/loss_scale"] for r in known], where="post", color=BLUE, linewidth=1.6
     )
     skips = [r for r in known if r["kind"] == "skip"]
-    axis.plot(
-        [r["step"] for r in skips], [r["precision/loss_scale"] for r in skips], "x", color=VERMILION, markersize=5,
-        markeredgewidth=1.3, label=f"{count_text(len(skips))} skipped" if skips else "none skipped",
-    )  # fmt: skip
+    if skips:
+        steps, scales = [r["step"] for r in skips], [r["precision/loss_scale"] for r in skips]
+        label = f"{count_text(len(skips))} skipped"
+        axis.plot(steps, scales, "x", color=VERMILION, markersize=5, markeredgewidth=1.3, label=label)
+        legend(axis, "upper right")
     axis.set_yscale("log", base=2)
     axis.yaxis.set_major_locator(LogLocator(base=2, numticks=6))
     axis.set_ylabel("loss scale", color=INK)
     axis.margins(y=0.15)
-    legend(axis, "upper right")
 
 
 def draw_grad_norm(axis: Axes, records: Records) -> None:

@@ -138,8 +138,9 @@ def check(node: DictConfig, *, command: str) -> Config:
     config = to_config(node)
     config.command = command
     check_model(config.model)
-    if config.dataset.root is not None:
-        config.dataset.root = os.path.abspath(os.path.expanduser(config.dataset.root))
+    for node, key in ((config.dataset, "root"), (config.model, "init")):
+        if (path := getattr(node, key)) is not None:
+            setattr(node, key, os.path.abspath(os.path.expanduser(path)))
     return config
 
 

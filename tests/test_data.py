@@ -190,6 +190,17 @@ def test_augmented_batches_differ_from_plain_ones_and_between_batches() -> None:
     assert all(torch.equal(a.targets, b.targets) for a, b in zip(plain, moved, strict=True))
 
 
+def test_augmentation_differs_between_epochs_and_seeds() -> None:
+    seen = set()
+    for seed in (0, 1):
+        wanted = config(augment="shift", seed=seed)
+        wanted.train.shuffle = False
+        data = build_data(wanted, device=CPU)
+        for epoch in (0, 1):
+            seen.add(next(data.train_batches(epoch)).inputs.numpy().tobytes())
+    assert len(seen) == 4, "the same images in the same order, moved differently"
+
+
 @pytest.mark.gpu
 def test_batches_are_the_same_on_the_gpu() -> None:
     device = torch.device("cuda")
@@ -378,9 +389,12 @@ def test_user_spec_is_read_off_the_set(user: Make) -> None:
 
 
 def test_user_split_is_the_same_under_every_seed(user: Make) -> None:
-    before = global_state()
-    splits = [user("split", seed=seed) for seed in (0, 1)]
-    assert global_state() == before
+    splits = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        before = global_state()
+        splits.append(user("split", seed=seed))
+        assert global_state() == before
     vals: list[Tensor] = [torch.cat([b.inputs for b in data.val_batches()]) for data in splits]
     assert torch.equal(*vals), "otherwise a checkpoint would be scored on its own training samples"
 

@@ -392,3 +392,75 @@ def test_sweep_runs_every_job(folder):
     assert done.returncode == 0, done.stderr
     found = sorted(json.loads(path.read_text())["precision"] for path in Path("sweep").rglob("result.json"))
     assert found == ["bf16", "fp32"]
+
+
+def test_model_init_starts_from_given_weights(folder, capsys):
+    from safetensors.torch import save_file
+
+    assert main([*QUICK, "precision=fp16_master_dynamic"]) == 0
+    saved = checkpoint()
+    truth = {**saved["model"], **saved["masters"]}
+    torch.save(truth, "plain.pt")
+    torch.save({"state_dict": truth}, "nested.pt")
+    save_file(truth, "plain.safetensors")
+    torch.save({"state_dict": Evil()}, "evil.pt")
+    torch.save({key: value for key, value in list(truth.items())[1:]}, "short.pt")
+    for name in (str(latest() / "checkpoints" / "last.pt"), "plain.pt", "nested.pt", "plain.safetensors"):
+        assert main([*QUICK, "precision=fp32", "optimizer.lr=0", "optimizer.weight_decay=0", f"model.init={name}", "train.epochs=1"]) == 0
+        assert same(truth, checkpoint()["model"]) == []
+    before = set(Path("outputs").rglob("*"))
+    for name, said in (("nope.pt", "no such file"), ("evil.pt", "more than tensors"), ("short.pt", "missing")):
+        assert main([*QUICK, f"model.init={name}"]) == 2
+        assert said in capsys.readouterr().err
+    assert set(Path("outputs").rglob("*")) == before
+    assert not Path("pwned").exists()
+
+
+@pytest.mark.parametrize(("first", "second"), [
+    ("fp32", "fp16_dynamic"), ("fp16_dynamic", "bf16"), ("fp16_master_dynamic", "fp32"), ("fp32", "bf16_master"),
+    ("bf16_master", "fp16_master_dynamic"),
+])  # fmt: skip
+def test_another_precision_at_resume_carries_the_fp32_truth_over(folder, first, second):
+    assert main([*QUICK, f"precision={first}", "train.ema.decay=0.9"]) == 0
+    before = checkpoint()
+    truth = {**before["model"], **before["masters"]}
+    # lr 0: the truth after two more epochs must be the one before, whatever the parameters' own dtype is.
+    words = ["resume=latest", f"precision={second}", "train.epochs=3", "optimizer.lr=0", "optimizer.weight_decay=0"]
+    assert main(words) == 0
+    after = checkpoint()
+    assert same(truth, {**after["model"], **after["masters"]}) == []
+    assert after["step"] == 12
+    for state in after["optimizer"].values():
+        assert state["exp_avg"].dtype == torch.float32
+        assert state["step"].item() == 12
+    half = {"bf16_master": torch.bfloat16, "fp16_master_dynamic": torch.float16}.get(second)
+    if half:
+        assert all(torch.equal(after["model"][name], master.to(half)) for name, master in after["masters"].items())
+
+
+@pytest.mark.parametrize(("first", "second"), [("fp16_pure", "fp32"), ("fp32", "bf16_pure"), ("bf16_pure", "fp16_pure")])
+def test_another_precision_is_refused_by_name_where_there_is_no_fp32_truth(folder, capsys, first, second):
+    assert main([*QUICK, f"precision={first}"]) == 0
+    assert main(["resume=latest", f"precision={second}", "train.epochs=3"]) == 2
+    err = capsys.readouterr().err
+    assert "pure" in err
+    assert "cannot go on" in err
+
+
+def test_keep_retains_the_newest_steps_by_number_and_resume_takes_the_highest(folder):
+    assert main([*QUICK, "train.epochs=3", "train.checkpoint_every=1", "train.keep=3", "precision=fp32"]) == 0
+    folder_ = latest() / "checkpoints"
+    assert sorted(path.name for path in folder_.iterdir()) == ["best.pt", "last.pt", "step_10.pt", "step_11.pt", "step_12.pt"]
+    (folder_ / "last.pt").unlink()
+    (folder_ / "step_9.pt").write_bytes((folder_ / "step_10.pt").read_bytes())  # 9 sorts after 12 as text
+    os.utime(folder_ / "step_9.pt")
+    assert main(["resume=latest", "train.epochs=4"]) == 0
+    assert result()["steps_applied"] == 16
+    resumed = [record for record in read_metrics(latest() / "metrics.jsonl") if record.get("event") == "resume"]
+    assert [record["resumed_from_step"] for record in resumed] == [12]
+
+
+def test_pure_and_unscaled_announce_themselves(folder, capsys):
+    for precision in ("fp16_pure", "bf16_pure", "fp16_unscaled"):
+        assert main([*QUICK, f"precision={precision}", "train.epochs=1"]) == 0
+        assert "negative control" in capsys.readouterr().err

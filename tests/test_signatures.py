@@ -52,6 +52,7 @@ def test_function_parameters(package: Package) -> None:
         ("class C(Base):\n  def __init__(self, **kw):\n    self.z = kw.get('z')\n    super().__init__(**kw)", (), True),
         ("class C(Base): pass", ("x", "y"), False),
         ("class C(nn.Module): pass", (), False),
+        ("from torch.nn import Module\nclass C(Module): pass", (), False),
         ("class C(Unknown): pass", (), True),
         ("C = Base", ("x", "y"), False),
         ("C = partial(Base, 3)", (), True),

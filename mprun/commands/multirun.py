@@ -13,7 +13,6 @@ from omegaconf.errors import OmegaConfBaseException
 from mprun.compose import check, check_words, options, prepare, register, translate, tree
 from mprun.errors import ConfigError, MprunError
 
-
 VALUED = {"--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp"}
 
 

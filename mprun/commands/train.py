@@ -174,11 +174,12 @@ def _write_folder(run: Any, plain: dict[str, Any], kernels: str, composed: Compo
     """``config.yaml env.json modules.json .hydra/`` and ``outputs/latest``."""
     from mprun.training import checkpoint
     from mprun.training.env import atomic_write_json, atomic_write_text, describe_environment
-    from mprun.training.observe import observe
+    from mprun.training.observe import check_plan, observe
 
     folder = run.run_dir
     first = next(iter(run.data.train_batches(run.state.position.epoch, 0)))
     modules = observe(run.state, first)
+    check_plan(run.state, modules)
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -219,7 +219,7 @@ def _open(wandb: Any, info: RunInfo, mode: str, run_id: str) -> Any:
         "finish_timeout": FINISH_TIMEOUT_S,
     }
     quiet = {name: value for name, value in quiet.items() if name in wandb.Settings.model_fields}
-    # The session's own settings decide whether W&B's reports about itself go over the network.
+    # Its global settings, not the run's, decide whether W&B's reports about itself go over the network.
     wandb.setup(settings=wandb.Settings(mode=mode, **quiet))
     tracking = info.tracking
     return wandb.init(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from mprun.models.build import build_model
 from mprun.precision.cpu_autocast import cuda_operation_list
 from mprun.precision.cpu_half import cpu_half_kernels, resolve
 from mprun.precision.policy import PrecisionPolicy, check_support, matmul_precision
+from mprun.training.checkpoint import load_init
 from mprun.training.env import resolve_device, seed_everything
 from mprun.training.loop import Plan, make_plan
 from mprun.training.schedule import build_schedule
@@ -75,6 +77,8 @@ def build(config: Config, device: torch.device) -> tuple[TrainState, Data, Plan]
     seed_everything(config.seed)
     data = build_data(config, device=device)
     model = build_model(config.model, data.spec, trust=config.trust)
+    if config.model.init is not None:
+        load_init(model, Path(config.model.init))
     plan = make_plan(config, data.batches_per_epoch)
     if plan.steps < 1:
         raise ConfigError(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun.errors import CheckpointError
@@ -38,6 +38,7 @@ def snapshot(state: TrainState, **extra: Any) -> dict[str, Any]:
         "format": FORMAT,
         "step": state.counters.applied,
         "mode": state.policy.mode,
+        "policy": str(state.policy),
         "model": dict(state.model.state_dict()),
         "masters": dict(state.weights.by_name),
         "optimizer": optimizer_state(state),
@@ -57,7 +58,7 @@ def restore(state: TrainState, saved: Mapping[str, Any], *, path: Path) -> None:
     Raises:
         CheckpointError: names or shapes differ, or the checkpoint has no EMA where the run wants one (or other way round).
     """
-    if not {"mode", "model", "masters", "optimizer", "optimizer_groups", "scale", "counters", "position", "rng"} <= saved.keys():
+    if not {"mode", "policy", "model", "masters", "optimizer", "optimizer_groups", "scale", "counters", "position", "rng"} <= saved.keys():
         raise CheckpointError(f"{path} is not a whole checkpoint: parts are missing")
     _same_tensors(saved["model"], dict(state.model.state_dict()), what="model", path=path)
     load_weights(state, saved, path=path)
@@ -81,10 +82,11 @@ def load_weights(state: TrainState, saved: Mapping[str, Any], *, path: Path) -> 
     Raises:
         CheckpointError: one of the two runs is in ``pure`` mode and the other is not: it has no FP32 truth.
     """
-    if saved["mode"] != state.policy.mode and "pure" in (saved["mode"], state.policy.mode):
+    before, now = (saved["mode"], saved["policy"]), (state.policy.mode, str(state.policy))
+    if before != now and "pure" in (before[0], now[0]):
         raise CheckpointError(
-            f"{path} was written in precision.mode={saved['mode']} and cannot go on in {state.policy.mode}: "
-            "pure keeps no FP32 parameters; resume with the same mode"
+            f"{path} was written with precision.mode={before[0]} ({before[1]}) and cannot go on with {now[0]} ({now[1]}): "
+            "pure keeps no FP32 parameters; resume with the same precision"
         )
     state.model.load_state_dict(saved["model"])
     for name, parameter in state.weights:
@@ -148,8 +150,8 @@ def save(content: Mapping[str, Any], path: Path) -> None:
         raise CheckpointError(f"could not write {path}: {error}; the earlier checkpoint there is untouched") from error
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint, on the CPU.
+def load(path: Path, *, own: bool = True) -> dict[str, Any]:
+    """Read a checkpoint, on the CPU; with ``own=False`` any file of tensors and plain values.
 
     Raises:
         CheckpointError: missing, empty, torn, not a checkpoint of mprun, or of another format.
@@ -166,11 +168,39 @@ def load(path: Path) -> dict[str, Any]:
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path} is damaged or no checkpoint: {str(error).splitlines()[0]}") from error
+    if not own and isinstance(content, dict):
+        return content
     if not isinstance(content, dict) or "format" not in content:
         raise CheckpointError(f"{path} is not a checkpoint of mprun (it has no 'format')")
     if content["format"] != FORMAT:
         raise CheckpointError(f"{path} has format {content['format']}; this version reads format {FORMAT}")
     return content
+
+
+def load_init(model: nn.Module, path: Path) -> None:
+    """Start from given weights (``model.init``): a checkpoint of mprun, a file with a state dict, or safetensors.
+
+    Of a checkpoint of mprun the FP32 masters are taken where there are any. Strict: every name and shape must fit.
+
+    Raises:
+        CheckpointError: missing, damaged, holding code, or of another model.
+    """
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            weights: dict[str, Any] = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"model.init={path}: not readable as safetensors: {error}") from error
+    else:
+        content = load(path, own=False)
+        weights = {**content["model"], **content.get("masters", {})} if "format" in content else content
+        weights = next((weights[key] for key in ("state_dict", "model") if isinstance(weights.get(key), dict)), weights)
+    if not all(isinstance(value, Tensor) for value in weights.values()):
+        raise CheckpointError(f"model.init={path} holds no state dict (names with tensors)")
+    _same_tensors(weights, dict(model.state_dict()), what="model", path=path)
+    model.load_state_dict(weights)
 
 
 def clean(folder: Path) -> None:

@@ -113,6 +113,8 @@ def fit(run: Run) -> RunResult:
         LossScaleError: too many skipped steps in a row.
     """
     state = run.state
+    for line in announcements(state.policy, state.loss_scale):
+        warn(run, line)
     with signals(run):
         while not finished(run):
             empty_before = state.counters.empty
@@ -128,6 +130,18 @@ def fit(run: Run) -> RunResult:
             if stop_early(run):
                 return conclude(run, f"no better {run.best.metric} in {run.best.stale} evaluations")
     return conclude(run, None)
+
+
+def announcements(policy: PrecisionPolicy, scale: LossScale) -> list[str]:
+    """What a policy that exists to go wrong says of itself at the start."""
+    lines = []
+    if policy.mode == "pure":
+        lines.append(
+            f"precision={policy.name} is a negative control: no FP32 masters, so updates below half an ulp of a weight are lost"
+        )
+    if policy.compute_dtype == torch.float16 and not scale.active:
+        lines.append(f"precision={policy.name} is a negative control: FP16 without a loss scale, gradients below 2^-25 become 0")
+    return lines
 
 
 def finished(run: Run) -> bool:

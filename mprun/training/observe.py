@@ -1,11 +1,14 @@
 """Which dtypes really occur, module by module: the content of ``modules.json``.
 
 One forward pass of one batch is watched from two sides: hooks know which module is running, a dispatch mode sees the
-operands of every operation that reaches a kernel. So the table shows what happened, not what was planned.
+operands of every operation that reaches a kernel. So the table shows what happened, not what was planned; and where
+the two differ the run stops (:func:`check_plan`): what the config names is what runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mprun.data.base import Batch
+from mprun.errors import PrecisionError
 from mprun.precision.policy import map_tensors
 from mprun.training.env import capture_rng, restore_rng
 from mprun.training.state import TrainState
@@ -20,6 +24,7 @@ from mprun.training.state import TrainState
 # Operations whose operands' dtype is the dtype of the arithmetic; casts, views and fills say nothing.
 SILENT = {"_to_copy", "view", "_unsafe_view", "t", "transpose", "permute", "detach", "clone", "expand", "slice", "select",
           "unbind", "split", "copy_", "alias", "as_strided", "reshape", "squeeze", "unsqueeze", "cat", "empty_like"}  # fmt: skip
+PRODUCT_MODULES = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "mkldnn_linear", "mkldnn_convolution"}
 
 
@@ -37,7 +42,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             floats: list[Tensor] = []
             map_tensors(list(args), lambda t: floats.append(t) if t.is_floating_point() else None)
             if floats:
-                self.seen.setdefault(self.running[-1], {}).setdefault(name, _short(floats[0].dtype))
+                # A normalisation of half inputs with float32 statistics is float32 arithmetic: the wider operand decides.
+                dtype = reduce(torch.promote_types, (t.dtype for t in floats))
+                self.seen.setdefault(self.running[-1], {}).setdefault(name, _short(dtype))
         return func(*args, **(kwargs or {}))
 
 
@@ -76,15 +83,40 @@ def observe(state: TrainState, batch: Batch) -> list[dict[str, Any]]:
         restore_rng(rng)
     return [
         {
-            "module": name,
-            "class": type(module).__name__,
-            "rule": f"mode:{state.policy.mode}",
-            "param_dtype": ",".join(dict.fromkeys(_short(p.dtype) for p in module.parameters(recurse=False))) or None,
-            "compute_dtype": _compute_dtype(watch.seen.get(name, {})),
-            "output_dtype": outputs.get(name),
+            "module": entry.path,
+            "class": type(entry.module).__name__,
+            "rule": entry.rule if entry.rule != "mode" else f"mode:{state.policy.mode}",
+            "param_dtype": ",".join(dict.fromkeys(_short(p.dtype) for p in entry.module.parameters(recurse=False)))
+            or None,
+            "compute_dtype": _compute_dtype(watch.seen.get(entry.path, {})),
+            "output_dtype": outputs.get(entry.path),
         }
-        for name, module in state.model.named_modules()
+        for entry in state.plan
     ]
+
+
+def check_plan(state: TrainState, rows: Sequence[dict[str, Any]]) -> None:
+    """Hold what was seen against the plan.
+
+    Raises:
+        PrecisionError: an FP32 module computed in half, or a module's products ran in another dtype than the policy's.
+    """
+    for entry, row in zip(state.plan, rows, strict=True):
+        seen = row["compute_dtype"]
+        wanted = "float32" if entry.fp32 else _short(state.policy.compute_dtype)
+        products = isinstance(entry.module, PRODUCT_MODULES)
+        if seen is None or seen == wanted or not (products or entry.fp32):
+            continue
+        where = entry.path or "the model itself"
+        cure = (
+            "its forward leaves the precision that it was given (a cast or an autocast region of its own): remove that"
+            if entry.fp32 or state.policy.mode == "full"
+            else f"if the model wants it so, say it: precision.fp32_modules=[{entry.path}]"
+        )
+        raise PrecisionError(
+            f"{where} ({row['class']}) computes in {seen}, but precision={state.policy.name} plans {wanted} "
+            f"(rule {row['rule']}); {cure}"
+        )
 
 
 def _compute_dtype(seen: dict[str, str]) -> str | None:

@@ -229,8 +229,10 @@ def optimizer_step(state: TrainState, grads: Sequence[Tensor], *, norm: Tensor, 
         optimizer.found_inf = (~verdict.applied).float()  # type: ignore[attr-defined]
         optimizer.grad_scale = None if clip is None else clip.reciprocal()  # type: ignore[attr-defined]
         optimizer.step()
-    elif verdict.applied.tolist():
-        rate = lr.tolist()
+        return
+    # No fused kernel: the one answer that the host needs, and the rate with it, in a single read.
+    applied, rate = torch.stack([verdict.applied.double(), lr.double()]).tolist()
+    if applied:
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()

@@ -1,0 +1,119 @@
+"""What the benches share: where things are, what machine this is, medians, and text between markers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from mprun.training.env import atomic_write_json, atomic_write_text
+from mprun.training.host import cpu_model, versions
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+PACKAGES = ("torch", "torchvision", "timm", "hydra-core", "numpy")
+# What decides the numbers: a change elsewhere (a README, another bench) does not make a measurement stale.
+SOURCES = ("mprun", "conf", "recipes", "pyproject.toml", "constraints.txt")
+
+
+def about(*, threads: int | None = None, device: str | None = None) -> dict[str, Any]:
+    """Commit, machine, versions and date of a measurement. Holds no path and no host name.
+
+    Args:
+        threads: torch threads in force, where the bench knows them.
+        device: the GPU's name, where one was used.
+    """
+    import platform
+
+    return {
+        "commit": git("rev-parse", "--short", "HEAD") or "unknown",
+        "dirty": bool(git("status", "--porcelain", "--", *SOURCES)),
+        "date": datetime.now(UTC).date().isoformat(),
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "device": device,
+        "load": round(os.getloadavg()[0], 1),
+        "versions": {"python": platform.python_version(), **versions(PACKAGES)},
+    }
+
+
+def about_text(about: dict[str, Any]) -> str:
+    """One line for people: ``commit abc1234, AMD EPYC, 2 cores; Python 3.11.7, torch 2.14.1``."""
+    commit = f"commit {about['commit']}" + (" with uncommitted changes" if about["dirty"] else "")
+    place = about.get("device") or f"{about['cpu']}, {about['cores']} cores"
+    threads = f", {about['threads']} threads" if about.get("threads") else ""
+    found = about["versions"]
+    named = [f"{name} {found[name]}" for name in ("torch", "torchvision", "timm") if found.get(name)]
+    tools = ", ".join([f"Python {found['python']}", *named])
+    return f"{commit}, {about['date']}, {place}{threads}; {tools}"
+
+
+def git(*words: str) -> str:
+    """What git prints about this checkout, stripped; empty outside of one."""
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def ratio_of_pairs(candidate: Sequence[float], baseline: Sequence[float]) -> float:
+    """Median of the ratios of runs that were made one after the other, so that a slow minute hits both."""
+    return statistics.median(a / b for a, b in zip(candidate, baseline, strict=True))
+
+
+def progress(text: str) -> None:
+    """Show where a bench is on one line of stderr, replaced by the next call; nothing where stderr is a file."""
+    if sys.stderr.isatty():
+        print(f"\r{text:<70}" if text else f"\r{'':70}\r", end="", file=sys.stderr, flush=True)
+
+
+def save(name: str, content: dict[str, Any]) -> Path:
+    """Write ``bench/results/<name>.json``; the path, relative to the checkout."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    atomic_write_json(path, content)
+    return path.relative_to(ROOT)
+
+
+def load(name: str) -> dict[str, Any] | None:
+    """``bench/results/<name>.json``, or None before the first measurement."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def block(path: Path, name: str) -> str:
+    """The text between the markers ``name`` of a Markdown or YAML file.
+
+    Raises:
+        ValueError: the markers are not there exactly once.
+    """
+    return _split(path.read_text(encoding="utf-8"), name, path)[1]
+
+
+def set_block(path: Path, name: str, text: str) -> bool:
+    """Put ``text`` between the markers ``name`` of a file; whether that changed anything."""
+    before, old, after = _split(path.read_text(encoding="utf-8"), name, path)
+    new = f"\n{text.strip(chr(10))}\n"
+    if new != old:
+        atomic_write_text(path, before + new + after)
+    return new != old
+
+
+def _split(text: str, name: str, path: Path) -> tuple[str, str, str]:
+    # In Markdown <!-- name --> ... <!-- /name -->, in YAML # <name> ... # </name>.
+    pattern = {".md": r"(<!-- {0} -->)(.*)(<!-- /{0} -->)", ".yaml": r"(# <{0}>)(.*)(# </{0}>)"}[path.suffix]
+    found = re.findall(pattern.format(re.escape(name)), text, flags=re.DOTALL)
+    if len(found) != 1:
+        raise ValueError(f"{path.name}: the markers of the block {name!r} are there {len(found)} times, not once")
+    start, inside, end = found[0]
+    before, _, rest = text.partition(start)
+    return before + start, inside, rest[len(inside) :]

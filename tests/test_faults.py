@@ -1,0 +1,300 @@
+"""Things that go wrong, on purpose: wrong numbers inside a step, and a world that kills, fills and lies."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mprun
+from mprun.cli import main
+from mprun.errors import CheckpointError, ConfigError
+from mprun.numerics.faults import Fault, inject
+from mprun.training import checkpoint
+from mprun.training.blame import explain
+from mprun.training.step import APPLIED, NONFINITE_GRAD, NONFINITE_LOSS, OVERFLOW, train_step
+from tests import case_code
+from tests.case_code import ROWS
+from tests.conftest import BF16, FP16, REGRESSION, SGD, batch, toy, toy_batch
+from tests.test_casting import MASTER, PURE, Net, Pair, net_batch
+
+MODES = {"fp32": {}, "bf16": BF16, "fp16": FP16, "master": MASTER, "pure": PURE}
+INF, NAN = math.inf, math.nan
+REPOSITORY = Path(mprun.__file__).parents[1]
+
+
+def everything(state) -> dict[str, torch.Tensor]:
+    """Copies of all that a window may move only when it is applied."""
+    found = {f"model.{name}": value for name, value in state.model.state_dict().items()}
+    found |= {f"master.{name}": value for name, value in state.weights}
+    for name, entry in checkpoint.optimizer_state(state).items():
+        found |= {f"optimizer.{name}.{key}": torch.as_tensor(value) for key, value in entry.items()}
+    if state.ema is not None:
+        found |= {f"ema.{name}": value for name, value in state.ema.shadow.items()} | {"ema": state.ema.updates}
+    return {name: value.clone() for name, value in {**found, "applied": state.applied}.items()}
+
+
+def moved(before: dict[str, torch.Tensor], state) -> list[str]:
+    """Names of what is not bit for bit as before; NaN equals NaN here."""
+    after = everything(state)
+    assert before.keys() == after.keys()
+    return [name for name, old in before.items() if old.dtype != after[name].dtype or not torch.equal(_bits(old), _bits(after[name]))]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(kinds[tensor.element_size()]) if tensor.is_floating_point() else tensor
+
+
+# --- the injector itself ------------------------------------------------------------------------------------------------
+
+PLACES = ["forward", "backward", "input"]
+
+
+def hooks(model: nn.Module) -> int:
+    """How many hooks hang on the model's modules; also that no forward was replaced."""
+    assert not any("forward" in vars(module) for module in model.modules())
+    return sum(len(value) for module in model.modules() for key, value in vars(module).items() if key.endswith(("_hooks", "_hooks_with_kwargs")))
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_a_fault_strikes_when_it_says_in_every_mode_and_leaves_no_hook(make_state, mode, where, value):
+    """Attempt 2 of 3, micro-batch 1 of 3: exactly that window is dropped, and told apart from an overflow."""
+    state = make_state(Net(), **mode, **{"train.ema.decay": 0.9, "precision.loss_scale.init": 64.0})
+    before, outcomes = hooks(state.model), []
+    with inject(state.model, Fault("pair", attempt=2, micro_batch=1, where=where, value=value)) as injector:
+        for attempt in (1, 2, 3):
+            injector.start_attempt()
+            copies = everything(state)
+            outcomes.append(train_step(state, [net_batch()] * 3).read().outcome)
+            assert bool(moved(copies, state)) == (attempt != 2)
+    bad_gradient = OVERFLOW if state.loss_scale.active else NONFINITE_GRAD
+    assert outcomes == [APPLIED, bad_gradient if where == "backward" else NONFINITE_LOSS, APPLIED]
+    assert {strike[1:] for strike in injector.strikes} == {(2, 1)}
+    assert hooks(state.model) == before
+    assert state.scale.scale.item() == {OVERFLOW: 32.0}.get(outcomes[1], state.loss_scale.start().scale.item())
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_factor_is_a_factor_and_gradients_flow_through_it(where):
+    """Module 1 of three; the chain rule says what a factor of 4 does to output and gradients on either side of it."""
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
+    twin = copy.deepcopy(model)
+    x = torch.randn(2, 3)
+    plain = twin(x)
+    plain.sum().backward()
+    with inject(model, Fault("1", attempt=1, where=where, value=4.0)) as injector:
+        output = model(x)
+        output.sum().backward()
+    assert len(injector.strikes) == 1
+    assert torch.equal(output, plain if where == "backward" else 4 * plain)
+    first, middle, last = (a.weight.grad / b.weight.grad for a, b in zip(model, twin, strict=True))
+    assert torch.equal(first, torch.full((3, 3), 4.0))
+    assert torch.equal(middle, torch.full((3, 3), 4.0))
+    assert torch.equal(last, torch.full((3, 3), 1.0 if where == "backward" else 4.0))
+
+
+def test_every_float_of_structured_output_is_hit_and_no_integer():
+    model = nn.Sequential(Pair())
+    for where in PLACES:
+        with inject(model, Fault("0", attempt=1, where=where)) as injector:
+            out = model(torch.ones(2, 8))
+            assert torch.equal(out["more"][1], torch.arange(3))
+            out["y"].sum().backward()
+        bad = [t.isnan().all().item() for t in (out["y"], out["more"][0])]
+        assert bad == ([False, False] if where == "backward" else [True, True])
+        # The gradient arrives at one of the two outputs only, as only one was used.
+        assert len(injector.strikes) == {"forward": 2, "backward": 1, "input": 1}[where]
+
+
+def test_keyword_inputs_are_inputs():
+    class Named(nn.Module):
+        def forward(self, *, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return x + ids
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.named = Named()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.named(x=x, ids=torch.arange(2))
+
+    with inject(model := Outer(), Fault("named", attempt=1, where="input", value=INF)) as injector:
+        assert torch.equal(model(torch.ones(2)), torch.full((2,), INF))
+    assert len(injector.strikes) == 1
+
+
+def test_a_shared_module_is_hit_at_each_of_its_calls_under_any_of_its_names(make_state):
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    for name in ("0", "2"):
+        with inject(model, Fault(name, attempt=1, value=2.0)) as injector:
+            model(torch.ones(1, 4))
+        assert len(injector.strikes) == 2
+
+
+@pytest.mark.parametrize("mode", [{}, FP16, MASTER, PURE], ids=["fp32", "fp16", "master", "pure"])
+@pytest.mark.parametrize("where", PLACES)
+def test_a_recomputed_block_meets_the_fault_again(make_state, mode, where):
+    """Under activation checkpointing the second pass must equal the first, or the gradients are those of another network."""
+
+    def build(checkpointing: bool):
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.GELU(), nn.Linear(4, 4))) for _ in range(2))
+        return make_state(nn.Sequential(*blocks), **mode, **REGRESSION, **SGD, **{"model.activation_checkpointing": checkpointing, "precision.loss_scale.init": 8.0})
+
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    fault = Fault("1.1.0", attempt=1, micro_batch=1, where=where, value=3.0)
+    states, strikes = [build(False), build(True)], []
+    for state in states:
+        with inject(state.model, fault) as injector:
+            assert train_step(state, [batch(x, y)] * 3).read().applied
+        strikes.append(injector.strikes)
+    for name, plain in states[0].model.state_dict().items():
+        assert torch.equal(plain, states[1].model.state_dict()[name]), name
+    assert len(strikes[0]) == 1
+    assert len(strikes[1]) == (1 if where == "backward" else 2)
+    assert {strike[1:] for strikes_ in strikes for strike in strikes_} == {(1, 1)}
+    clean = build(True)
+    train_step(clean, [batch(x, y)] * 3)
+    assert not torch.equal(clean.model[0][0].weight, states[1].model[0][0].weight)
+
+
+def test_attempts_micro_batches_and_times():
+    model = nn.Sequential(nn.Identity())
+    x = torch.ones(1, requires_grad=True)
+    once, always = Fault("0", attempt=2, micro_batch=1, times=2), Fault("0", attempt=4, micro_batch=None, value=2.0)
+    with inject(model, once, always) as injector:
+        for _ in range(4):
+            injector.start_attempt()
+            injector.start_attempt()  # an attempt without a forward is none
+            for _ in range(3):
+                model(x)
+            with torch.no_grad():
+                assert model(x).item() == 1.0, "evaluation meets no fault, and is no micro-batch"
+        injector.rewind()
+        model(x)
+    times = [(2, 1), (3, 1), (4, 0), (4, 1), (4, 2), (4, 0)]
+    assert [strike[1:] for strike in injector.strikes] == times
+    assert [strike[0] for strike in injector.strikes] == [once] * 2 + [always] * 4
+
+
+def test_nothing_happens_after_the_block_however_it_ends():
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    before = hooks(model)
+    with pytest.raises(ZeroDivisionError), inject(model, Fault("0", attempt=1, where="backward")) as injector:
+        loss = model(torch.ones(1, 1)).sum()
+        raise ZeroDivisionError
+    loss.backward()
+    assert injector.strikes == []
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert hooks(model) == before
+
+
+def test_faults_that_cannot_be_are_refused():
+    with pytest.raises(ConfigError, match=r"'pair\.iner'.*'pair\.inner'"), inject(Net(), Fault("pair.iner", attempt=1)):
+        pass
+    for wrong, said in (({"attempt": 0}, "attempt=0"), ({"attempt": 1, "micro_batch": -1}, "micro_batch=-1"),
+                        ({"attempt": 1, "times": 0}, "times=0"), ({"attempt": 1, "where": "outptu"}, "output|forward")):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            Fault("", **wrong)
+
+
+# --- what a step makes of them --------------------------------------------------------------------------------------------
+
+
+def bn_state(make_state, **keys: Any):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+    return make_state(model, **{**FP16, "precision.loss_scale.init": 1024.0, "train.ema.decay": 0.9, **keys})
+
+
+def bn_window(k: int = 4) -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return [batch(torch.randn(8, 6, generator=generator), torch.randint(4, (8,), generator=generator)) for _ in range(k)]
+
+
+@pytest.mark.parametrize("micro_batch", [0, 1, 3])
+def test_an_overflow_inside_a_window_costs_the_whole_window_and_halves_the_scale(make_state, micro_batch):
+    """Also the micro-batches before it, whose gradients and BatchNorm statistics were good."""
+    state, window = bn_state(make_state), bn_window()
+    with inject(state.model, Fault("3", attempt=2, micro_batch=micro_batch, where="backward", value=INF)) as injector:
+        assert train_step(state, window).read().applied
+        injector.start_attempt()
+        before = everything(state)
+        result = train_step(state, window)
+        row = result.read()
+    assert (row.outcome, row.loss_scale, row.consecutive_skips, result.micro_batches) == (OVERFLOW, 1024.0, 1, micro_batch + 1)
+    assert moved(before, state) == []
+    assert (state.scale.scale.item(), state.scale.growth_tracker.item()) == (512.0, 0)
+    row = train_step(state, window).read()
+    assert (row.applied, row.loss_scale, row.steps_applied, row.consecutive_skips) == (True, 512.0, 2, 0)
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_nan_in_the_forward_is_no_overflow_and_moves_nothing(make_state, value):
+    """Micro-batch 2 of 4: the loss is not finite, which no scale can cure, so the scale is left alone."""
+    state, window = bn_state(make_state), bn_window()
+    with inject(state.model, Fault("0", attempt=2, micro_batch=1, value=value)) as injector:
+        train_step(state, window)
+        injector.start_attempt()
+        before, scale = everything(state), state.scale.state_dict()
+        row = train_step(state, window).read()
+        assert row.outcome == NONFINITE_LOSS
+        assert moved(before, state) == []
+        assert state.scale.state_dict() == {**scale, "consecutive_skips": 1}
+        # The replay that looks for the culprit meets the fault too, names the module, and leaves no trace either.
+        injector.rewind()
+        assert "first non-finite output: 0 (Linear)" in explain(state, window)
+        assert moved(before, state) == []
+
+
+def test_the_culprit_of_a_backward_fault_is_named(make_state):
+    state, window = bn_state(make_state), bn_window()
+    with inject(state.model, Fault("2", attempt=1, micro_batch=2, where="backward", value=NAN)) as injector:
+        train_step(state, window)
+        injector.rewind()
+        # The gradient of module 2's output is bad from there on; its own input gradient is what module 1 sees first.
+        assert re.search(r"first non-finite gradient: at the output of [21] ", explain(state, window))
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_hysteresis_counts_overflows_in_a_row(make_state, hysteresis):
+    """Overflows at attempts 2 to 4, a good step, one more overflow: the tolerance is used up and then refilled."""
+    state, window = bn_state(make_state, **{"precision.loss_scale.hysteresis": hysteresis}), bn_window(1)
+    scales = []
+    faults = [Fault("3", attempt=2, times=3, where="backward", value=INF), Fault("3", attempt=6, where="backward", value=INF)]
+    with inject(state.model, *faults) as injector:
+        for _ in range(6):
+            injector.start_attempt()
+            train_step(state, window)
+            scales.append(int(state.scale.scale))
+    assert scales == {1: [1024, 512, 256, 128, 128, 64], 2: [1024, 1024, 512, 256, 256, 256], 3: [1024, 1024, 1024, 512, 512, 512]}[hysteresis]
+
+
+def test_a_static_scale_stays_and_still_protects(make_state):
+    state, window = bn_state(make_state, **{"precision.loss_scale.kind": "static"}), bn_window(2)
+    with inject(state.model, Fault("3", attempt=1, micro_batch=1, where="backward", value=INF, times=3)) as injector:
+        for count in (1, 2, 3):
+            injector.start_attempt()
+            before = everything(state)
+            row = train_step(state, window).read()
+            assert (row.outcome, row.consecutive_skips, state.scale.scale.item()) == (OVERFLOW, count, 1024.0)
+            assert moved(before, state) == []
+        injector.start_attempt()
+        assert train_step(state, window).read().applied
