@@ -3,11 +3,11 @@
 The defaults suit 8 x 8 images: 16 patches of 2 x 2 pixels, 4 blocks of width 64, 136 thousand parameters. The tokens
 are averaged; on so little data a class token costs one to two points.
 
-Two things about the start are not timm's defaults. The linear layers of the blocks get Xavier's initialisation: timm's
-standard deviation of 0.02 is meant for a width near 1000, and at width 64 every block starts at almost nothing. And the
-position embedding starts with a standard deviation of 0.5 instead of 0.02. A patch of a normalised image is embedded
-with one of about 0.6, beside which 0.02 is nothing: the network would begin as a bag of patches, and spend a fifth of a
-short run on learning where they are.
+The start is not timm's, whose standard deviation of 0.02 for every matrix is meant for a width near 1000. At width 64
+each block would begin at almost nothing; so the linear layers of the blocks get Xavier's initialisation. And beside a
+patch, which a normalised image embeds with a standard deviation near 1, a position of 0.02 would be nothing: the
+network would begin as a bag of patches, and spend a fifth of a short run on learning where they are. So positions and
+patches both start at 1. (The classifier keeps 0.02, hence small first logits.)
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from typing import cast
 from torch import nn
 
 from mprun.errors import ConfigError
-
-POSITION_STD = 0.5
 
 
 def vit(
@@ -87,8 +85,15 @@ def vit(
         attn_drop_rate=attn_dropout,
         drop_path_rate=drop_path,
     )
-    nn.init.trunc_normal_(model.pos_embed, std=POSITION_STD)
-    for module in model.blocks.modules():
+    _initialise(model)
+    return cast(nn.Module, model)
+
+
+def _initialise(model: nn.Module) -> None:
+    """Start tokens, positions and blocks at the scale of the input, in place."""
+    stem = cast(nn.Conv2d, model.get_submodule("patch_embed.proj"))
+    nn.init.normal_(stem.weight, std=stem.weight[0].numel() ** -0.5)
+    nn.init.normal_(model.get_parameter("pos_embed"), std=1.0)
+    for module in model.get_submodule("blocks").modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
-    return cast(nn.Module, model)

@@ -30,6 +30,8 @@ from mprun.training.state import HostCounters, Position, TrainState
 
 FORMAT = 1
 TMP_SUFFIX = ".tmp"
+# What a whole checkpoint holds beside what the loop adds.
+PARTS = {"mode", "policy", "model", "masters", "optimizer", "optimizer_groups", "scale", "ema", "counters", "position", "rng"}
 
 
 def snapshot(state: TrainState, **extra: Any) -> dict[str, Any]:
@@ -58,8 +60,8 @@ def restore(state: TrainState, saved: Mapping[str, Any], *, path: Path) -> None:
     Raises:
         CheckpointError: names or shapes differ, or the checkpoint has no EMA where the run wants one (or other way round).
     """
-    if not {"mode", "policy", "model", "masters", "optimizer", "optimizer_groups", "scale", "counters", "position", "rng"} <= saved.keys():
-        raise CheckpointError(f"{path} is not a whole checkpoint: parts are missing")
+    if not PARTS <= saved.keys():
+        raise CheckpointError(f"{path} is not a whole checkpoint: {', '.join(sorted(PARTS - saved.keys()))} missing")
     _same_tensors(saved["model"], dict(state.model.state_dict()), what="model", path=path)
     load_weights(state, saved, path=path)
     load_optimizer_state(state, saved["optimizer"], path=path)

@@ -18,9 +18,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 from mprun.config import Config, OnNonFiniteLoss, OnOverflow, Task
 from mprun.data.base import Batch, Data
 from mprun.errors import CheckpointError, ConfigError, LossScaleError, NonFiniteError
+from mprun.precision.policy import PrecisionPolicy
+from mprun.precision.scaling import LossScale
 from mprun.tracking.base import Sink
 from mprun.training import checkpoint
 from mprun.training.blame import explain
