@@ -138,9 +138,9 @@ def check(node: DictConfig, *, command: str) -> Config:
     config = to_config(node)
     config.command = command
     check_model(config.model)
-    for node, key in ((config.dataset, "root"), (config.model, "init")):
-        if (path := getattr(node, key)) is not None:
-            setattr(node, key, os.path.abspath(os.path.expanduser(path)))
+    for holder, key in ((config.dataset, "root"), (config.model, "init")):
+        if (path := getattr(holder, key)) is not None:
+            setattr(holder, key, os.path.abspath(os.path.expanduser(path)))
     return config
 
 
@@ -167,7 +167,8 @@ def translate(error: BaseException, overrides: Sequence[str]) -> str:
     key = given.lstrip("+").partition("=")[0]
     if key in NODE_SWITCH or "is not a group of keys" in text or "assign primitive" in text.lower():
         return f"{given} is not legal: {key} is a group of keys; set its parts, such as {NODE_SWITCH.get(key, key + '.…')}"
-    causes = [line.strip() for line in text.splitlines() if re.search("could not be converted|Invalid value|Cannot|must be", line)]
+    telling = re.compile("could not be converted|Invalid value|Cannot|must be")
+    causes = [line.strip() for line in text.splitlines() if telling.search(line)]
     full = re.search(r"full_key: (\S+)", text)
     return f"{given or (full[1] if full else 'the configuration')} is not legal: {(causes or text.splitlines())[0]}"
 

@@ -172,6 +172,11 @@ def _policy_problems(config: Config) -> Iterable[str]:
         yield f"precision.mode=autocast keeps parameters in float32; {p.param_dtype.value} needs mode master {where}"
     if p.mode in (Mode.master, Mode.pure) and p.param_dtype is not p.compute_dtype:
         yield f"precision.mode={p.mode.value} has param_dtype equal to compute_dtype, not {p.param_dtype.value} {where}"
+    if p.mode in (Mode.master, Mode.pure) and p.eval_dtype not in (None, p.compute_dtype):
+        yield (
+            f"precision.eval_dtype={p.eval_dtype.value} with mode={p.mode.value}: the parameters are {p.param_dtype.value}, and "
+            "evaluation never casts live weights; leave it null, or train in mode autocast"
+        )
 
 
 def _other_problems(config: Config) -> Iterable[str]:

@@ -6,6 +6,7 @@ squared error: the gradient at the layer's output is 2 (w - target) S, so FP16 o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from mprun.tracking.jsonl import read_metrics
+from mprun.training.checkpoint import clean, load, save
 
 TRUST = ["trust=[tests]", "tracking=disabled", "device=cpu", "train.log_every=1"]
 TOY = [*TRUST, "model=python", "model.name=tests.case_code:toy", "dataset=python", "dataset.name=tests.case_code:targets",
@@ -32,7 +34,9 @@ TOY = [*TRUST, "model=python", "model.name=tests.case_code:toy", "dataset=python
 class Table(Dataset[Any]):
     """Inputs and targets of given values, and something that happens when a sample is read."""
 
-    def __init__(self, inputs: Any, targets: Tensor, *, event: Callable[[int], None] | None = None, **facts: Any) -> None:
+    def __init__(
+        self, inputs: Any, targets: Tensor, *, event: Callable[[int], None] | None = None, **facts: Any
+    ) -> None:
         self.inputs, self.labels, self.event = inputs, targets, event
         vars(self).update(facts)
 
@@ -63,14 +67,16 @@ def targets(values: Sequence[float], val: Sequence[float] = (0.0,), nan_at: int 
 # --- classification with randomness, records and accidents ------------------------------------------------------------
 
 
-def rows(n: int = 80, record: str | None = None, at: int | None = None, accident: str = "", noise: bool = True) -> tuple[Any, Any]:
+def rows(
+    n: int = 80, record: str | None = None, at: int | None = None, accident: str = "", noise: bool = True
+) -> tuple[Any, Any]:
     """``n`` rows of 6 numbers in 4 classes, with noise of three generators.
 
     Args:
         record: a file that every sample's number is appended to.
         at: the accident happens when so many training samples have been read, in this process.
-        accident: ``kill`` (SIGKILL), ``sleep`` (two minutes), ``fill`` (files may no longer grow beyond 64 kB) or
-            ``full`` (the disk of the run folder, given by the variable ``FILL``, is filled to the last byte).
+        accident: ``kill`` (SIGKILL), ``sleep`` (two minutes), ``limit`` (files may no longer grow beyond 64 kB),
+            ``full`` (the disk that the variable ``FILL`` names is filled to the last byte), ``tight`` (but for 64 kB).
     """
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(n)
@@ -86,28 +92,29 @@ def rows(n: int = 80, record: str | None = None, at: int | None = None, accident
             with Path(record).open("a") as file:
                 file.write(f"{i}\n")
         reads += 1
-        if reads == at:
+        if reads == at and "MPRUN_TEST_NO_ACCIDENT" not in os.environ:
             ACCIDENTS[accident]()
 
     return Table(noisy, y, event=event, num_classes=4), Table(x[:32], y[:32])
 
 
-def _fill() -> None:
-    Path(os.environ["FILL"], "filler").write_bytes(b"")
+def _fill(leave: int) -> None:
+    """Fill the disk that ``FILL`` is on, and give ``leave`` bytes back."""
     with Path(os.environ["FILL"], "filler").open("wb", buffering=0) as file:
         for size in (4096, 1):
-            try:
+            with contextlib.suppress(OSError):
                 while True:
                     file.write(b"x" * size)
-            except OSError:
-                continue
+        file.truncate(file.tell() - leave)
 
 
-ACCIDENTS: dict[str, Callable[[], None]] = {
+ACCIDENTS: dict[str, Callable[[], Any]] = {
+    "": lambda: None,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "sleep": lambda: (Path("sleeping").touch(), time.sleep(120))[0],
-    "fill": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, resource.RLIM_INFINITY)),
-    "full": _fill,
+    "sleep": lambda: (Path("sleeping").touch(), time.sleep(120)),
+    "limit": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, resource.RLIM_INFINITY)),
+    "tight": lambda: _fill(64 * 1024),
+    "full": lambda: _fill(0),
 }
 
 
@@ -119,6 +126,60 @@ def net(width: int = 16) -> nn.Module:
 
 ROWS = [*TRUST, "model=python", "model.name=tests.case_code:net", "dataset=python", "dataset.name=tests.case_code:rows",
         "train.batch_size=8", "optimizer.lr=1e-2"]  # fmt: skip
+
+
+# --- saves that are killed -----------------------------------------------------------------------------------------------
+
+
+def killed_saves(folder: Path, saves: int) -> dict[str, int]:
+    """Children that save ``last.pt`` over and over are killed at random moments, until ``saves`` saves have begun.
+
+    After every kill the checkpoint must load and be the last step that was finished or the one that had begun. Run it in
+    a process of its own: the children are forked from a process that has imported everything, so that a restart is cheap.
+
+    Returns:
+        How many ``saves`` began, how often a child was killed (``kills``), how many kills struck inside a save (``torn``:
+        a temporary file was left) and how many leftovers the next start found (``leftovers``).
+    """
+    torch.set_num_threads(1)
+    path, moments = folder / "last.pt", random.Random(0)
+    counts = {"saves": 0, "kills": 0, "torn": 0, "leftovers": 0}
+    step, save_s = 0, 0.01
+    while counts["saves"] < saves:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reader)
+            clean(folder)
+            os.write(writer, f"l{len(list(folder.glob('.*')))}\n".encode())
+            while True:
+                step += 1
+                os.write(writer, f"b{step}\n".encode())
+                begin = time.perf_counter()
+                save({"format": 1, "step": step, "weights": torch.full((500_000,), float(step))}, path)
+                os.write(writer, f"d{step} {time.perf_counter() - begin}\n".encode())
+        os.close(writer)
+        time.sleep(moments.uniform(0, 6) * save_s)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with os.fdopen(reader) as file:
+            lines = [line.split() for line in file.read().splitlines()]
+        begun = [int(line[0][1:]) for line in lines if line[0][0] == "b"]
+        done = [(int(line[0][1:]), float(line[1])) for line in lines if line[0][0] == "d"]
+        first = step
+        if done:
+            save_s = done[-1][1]
+        finished = done[-1][0] if done else first
+        if begun:
+            found = load(path) if path.exists() else {"step": 0, "weights": torch.zeros(1)}
+            assert found["step"] in (finished, begun[-1]), f"{found['step']} is neither {finished} nor {begun[-1]}"
+            assert bool((found["weights"] == found["step"]).all())
+            step = found["step"]
+        counts["saves"] += len(begun)
+        counts["kills"] += 1
+        counts["torn"] += any(folder.glob(".*.tmp"))
+        counts["leftovers"] += sum(int(line[0][1:]) for line in lines if line[0][0] == "l")
+    return counts
 
 
 # --- what a run left ---------------------------------------------------------------------------------------------------

@@ -282,3 +282,54 @@ def test_a_forward_patched_onto_the_instance_is_refused():
     policy = PrecisionPolicy("autocast", torch.float32, torch.float16)
     with pytest.raises(OverrideError, match="patched"):
         apply_plan(policy, make_plan(model, ["0"], mode="autocast"))
+
+
+@pytest.mark.parametrize("mode", [MASTER, PURE], ids=["master", "pure"])
+def test_torchs_transformer_layers_evaluate_through_their_borders(make_state, mode):
+    """torch's fast path would hand FP32 norm weights and half activations to one fused call."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.Sequential(nn.Linear(4, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Flatten(), nn.Linear(24, 3))
+    state = make_state(model, **mode)
+    window = batch(torch.randn(5, 3, 4), torch.randint(3, (5,)))
+    train_step(state, [window])
+    model.eval()
+    with torch.no_grad():
+        assert state.run_forward(window.inputs).isfinite().all()
+
+
+def test_complex_parameters_train_unscaled_and_scaled(make_state):
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (torch.fft.ifft(torch.fft.fft(x.float()) * self.w)).real.sum(-1, keepdim=True)
+
+    weights = {}
+    for name, mode in (("fp32", {}), ("fp16", FP16), ("master", MASTER)):
+        state = make_state(Spectral(), **mode, **REGRESSION, **{"optimizer.lr": 1e-2, "train.clip_norm": 1.0, "optimizer.weight_decay": 0.0})
+        for _ in range(3):
+            assert train_step(state, [batch(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5]]))]).read().applied
+        weights[name] = state.model.w.detach().clone()
+    assert weights["fp32"].dtype == torch.complex64
+    assert not torch.equal(weights["fp32"], torch.ones(3, dtype=torch.complex64))
+    torch.testing.assert_close(weights["fp16"], weights["fp32"], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(weights["master"], weights["fp32"], rtol=1e-3, atol=1e-3)
+
+
+def test_sparse_gradients_are_refused_by_name(make_state):
+    from mprun.errors import ConfigError
+
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, 3, sparse=True)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.table(ids)
+
+    state = make_state(Sparse(), **{"optimizer.name": "sgd"})
+    with pytest.raises(ConfigError, match=r"table.weight is sparse.*sparse=False"):
+        train_step(state, [batch(torch.arange(4), torch.tensor([0, 1, 2, 0]))])

@@ -50,6 +50,7 @@ REFUSED = [
     (["precision=fp32", "precision.compute_dtype=float16"], ["mode=full"]),
     (["precision=fp16_dynamic", "precision.compute_dtype=float32"], ["mode=autocast"]),
     (["precision.compute_dtype=fp17"], ["fp17", "float16"]),
+    (["precision=bf16_master", "precision.eval_dtype=float32"], ["eval_dtype=float32", "mode=master"]),
     (["schedule.warmup_steps=3", "schedule.warmup_frac=0.1"], ["warmup_steps", "warmup_frac"]),
     (["model.kwargs.dpeth=6"], ["model.kwargs.dpeth", "depth"]),
     (["model=timm"], ["model.name"]),

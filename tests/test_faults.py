@@ -29,10 +29,19 @@ from tests import case_code
 from tests.case_code import ROWS
 from tests.conftest import BF16, FP16, REGRESSION, SGD, batch, toy, toy_batch
 from tests.test_casting import MASTER, PURE, Net, Pair, net_batch
+from tests.test_run import same
 
 MODES = {"fp32": {}, "bf16": BF16, "fp16": FP16, "master": MASTER, "pure": PURE}
 INF, NAN = math.inf, math.nan
 REPOSITORY = Path(mprun.__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def everything(state) -> dict[str, torch.Tensor]:
@@ -50,7 +59,11 @@ def moved(before: dict[str, torch.Tensor], state) -> list[str]:
     """Names of what is not bit for bit as before; NaN equals NaN here."""
     after = everything(state)
     assert before.keys() == after.keys()
-    return [name for name, old in before.items() if old.dtype != after[name].dtype or not torch.equal(_bits(old), _bits(after[name]))]
+    return [
+        name
+        for name, old in before.items()
+        if old.dtype != after[name].dtype or not torch.equal(_bits(old), _bits(after[name]))
+    ]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,7 +79,12 @@ PLACES = ["forward", "backward", "input"]
 def hooks(model: nn.Module) -> int:
     """How many hooks hang on the model's modules; also that no forward was replaced."""
     assert not any("forward" in vars(module) for module in model.modules())
-    return sum(len(value) for module in model.modules() for key, value in vars(module).items() if key.endswith(("_hooks", "_hooks_with_kwargs")))
+    return sum(
+        len(value)
+        for module in model.modules()
+        for key, value in vars(module).items()
+        if key.endswith(("_hooks", "_hooks_with_kwargs"))
+    )
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
@@ -232,7 +250,9 @@ def bn_state(make_state, **keys: Any):
 
 def bn_window(k: int = 4) -> list[Any]:
     generator = torch.Generator().manual_seed(1)
-    return [batch(torch.randn(8, 6, generator=generator), torch.randint(4, (8,), generator=generator)) for _ in range(k)]
+    return [
+        batch(torch.randn(8, 6, generator=generator), torch.randint(4, (8,), generator=generator)) for _ in range(k)
+    ]
 
 
 @pytest.mark.parametrize("micro_batch", [0, 1, 3])
@@ -245,7 +265,12 @@ def test_an_overflow_inside_a_window_costs_the_whole_window_and_halves_the_scale
         before = everything(state)
         result = train_step(state, window)
         row = result.read()
-    assert (row.outcome, row.loss_scale, row.consecutive_skips, result.micro_batches) == (OVERFLOW, 1024.0, 1, micro_batch + 1)
+    assert (row.outcome, row.loss_scale, row.consecutive_skips, result.micro_batches) == (
+        OVERFLOW,
+        1024.0,
+        1,
+        micro_batch + 1,
+    )
     assert moved(before, state) == []
     assert (state.scale.scale.item(), state.scale.growth_tracker.item()) == (512.0, 0)
     row = train_step(state, window).read()
@@ -284,13 +309,23 @@ def test_hysteresis_counts_overflows_in_a_row(make_state, hysteresis):
     """Overflows at attempts 2 to 4, a good step, one more overflow: the tolerance is used up and then refilled."""
     state, window = bn_state(make_state, **{"precision.loss_scale.hysteresis": hysteresis}), bn_window(1)
     scales = []
-    faults = [Fault("3", attempt=2, times=3, where="backward", value=INF), Fault("3", attempt=6, where="backward", value=INF)]
+    faults = [
+        Fault("3", attempt=2, times=3, where="backward", value=INF),
+        Fault("3", attempt=6, where="backward", value=INF),
+    ]
     with inject(state.model, *faults) as injector:
         for _ in range(6):
             injector.start_attempt()
             train_step(state, window)
             scales.append(int(state.scale.scale))
-    assert scales == {1: [1024, 512, 256, 128, 128, 64], 2: [1024, 1024, 512, 256, 256, 256], 3: [1024, 1024, 1024, 512, 512, 512]}[hysteresis]
+    assert (
+        scales
+        == {
+            1: [1024, 512, 256, 128, 128, 64],
+            2: [1024, 1024, 512, 256, 256, 256],
+            3: [1024, 1024, 1024, 512, 512, 512],
+        }[hysteresis]
+    )
 
 
 def test_a_static_scale_stays_and_still_protects(make_state):
@@ -304,3 +339,264 @@ def test_a_static_scale_stays_and_still_protects(make_state):
             assert moved(before, state) == []
         injector.start_attempt()
         assert train_step(state, window).read().applied
+
+
+# --- the world outside ------------------------------------------------------------------------------------------------------
+
+
+def mprun_command(words: list[str], **environment: str) -> subprocess.Popen[str]:
+    """``python -m mprun`` in the current folder, with the tests' own code importable."""
+    own = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(
+        [sys.executable, "-m", "mprun", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=own
+    )
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 3 MB, for whoever may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system: {mounted.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(folder):  # case C49 (a)
+    code = f"import json, pathlib; from tests.case_code import killed_saves; print(json.dumps(killed_saves(pathlib.Path({str(folder)!r}), 200)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout)
+    assert counts["saves"] >= 200
+    assert counts["torn"] >= 10, f"too few kills struck inside a save to prove anything: {counts}"
+    assert counts["leftovers"] == 0, "what a kill left behind is cleaned at the next start"
+
+
+# 1 read to look at the data and 8 to observe the first batch come before training; then 8 a step.
+def reads_before_step(step: int) -> str:
+    return f"dataset.kwargs.at={9 + 8 * (step - 1) + 1}"
+
+
+@pytest.mark.parametrize(
+    "keys", [["precision=fp32"], ["precision=fp16_dynamic", "train.ema.decay=0.9"]], ids=["fp32", "fp16"]
+)
+@pytest.mark.slow
+def test_a_killed_run_resumes_as_if_it_had_not_been(folder, keys):  # cases C49, C66
+    """Killed in step 9 with a checkpoint every 5: steps 6 to 8 are done again, and each step counts once."""
+    words = [*ROWS, *keys, "train.steps=12", "train.checkpoint_every=5", "dataset.kwargs.n=40"]
+    assert main([*words, "hydra.run.dir=whole"]) == 0
+    process = mprun_command([*words, "hydra.run.dir=killed", "dataset.kwargs.accident=kill", reads_before_step(9)])
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL, out
+    run = Path("killed").resolve()
+    assert not (run / "result.json").exists()
+    assert checkpoint.load(run / "checkpoints" / "last.pt")["step"] == 5
+    leftover = run / "checkpoints" / ".last.pt.1.tmp"
+    leftover.write_bytes(b"half a checkpoint")
+
+    process = mprun_command(["resume=killed", "dataset.kwargs.at=null"])
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 2, "other data would be another run"
+    assert "dataset.kwargs.at" in out
+    process = mprun_command(["resume=killed"], MPRUN_TEST_NO_ACCIDENT="1")
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    assert not leftover.exists()
+    ours, theirs = (checkpoint.load(Path(name, "checkpoints", "last.pt")) for name in ("killed", "whole"))
+    for key in ("model", "masters", "optimizer", "scale", "ema", "counters", "position", "rng"):
+        assert same(ours[key], theirs[key]) == [], key
+    # Steps 6 to 8 stand twice in the file; the segment says which counts, and the last one does.
+    every = [(record["step"], record["segment"]) for record in case_code.records("train", run)]
+    assert every == [(step, 0) for step in range(1, 9)] + [(step, 1) for step in range(6, 13)]
+    counting = [(record["step"], record["segment"]) for record in case_code.records("train", run, effective=True)]
+    assert counting == [(step, 0) for step in range(1, 6)] + [(step, 1) for step in range(6, 13)]
+    vals = {record["step"] for record in case_code.records("val", run, effective=True)}
+    assert vals <= {step for step, _ in counting}, "evaluation and training share the step"
+
+
+def run_into(accident: str, **environment: str) -> tuple[int, str]:
+    """A run of 20 steps that saves at 5, 10, 15 and 20, with an accident in step 8."""
+    keys = [
+        "precision=fp32",
+        "train.steps=20",
+        "train.checkpoint_every=5",
+        "train.eval_every=5",
+        "dataset.kwargs.n=40",
+        "model.kwargs.width=4096",
+    ]
+    words = [
+        *ROWS,
+        *keys,
+        f"dataset.kwargs.accident={accident}",
+        reads_before_step(8),
+        f"hydra.run.dir={environment.get('FILL', '.')}/run",
+    ]
+    process = mprun_command(words, **environment)
+    out, _ = process.communicate(timeout=120)
+    return process.returncode, out
+
+
+@pytest.mark.parametrize("accident", ["limit", "tight"])
+@pytest.mark.slow
+def test_a_disk_without_room_for_a_checkpoint_costs_the_new_one_and_the_run_goes_on(
+    folder, request, accident
+):  # case C49 (b)
+    """Once with a file system that is full, once with a limit on the size of a file, which needs no rights."""
+    environment = {"FILL": str(request.getfixturevalue("small_disk"))} if accident == "tight" else {}
+    code, out = run_into(accident, **environment)
+    assert code == 0, out
+    run = Path(environment.get("FILL", "."), "run")
+    folder_ = run / "checkpoints"
+    assert checkpoint.load(folder_ / "last.pt")["step"] == 5
+    assert not list(folder_.glob(".*"))
+    assert case_code.result(run)["steps_applied"] == 20
+    warnings = [record["message"] for record in case_code.records("event", run) if record["event"] == "warning"]
+    reason = {"tight": "No space left on device", "limit": "File too large"}[accident]
+    for step in (10, 15, 20):
+        told = [
+            record
+            for record in case_code.records("event", run)
+            if record["step"] == step and reason in record["message"]
+        ]
+        assert told, warnings
+        assert "last.pt" in told[0]["message"]
+        assert "the earlier checkpoint there is untouched" in told[0]["message"]
+    assert reason in out
+    assert "Traceback" not in out
+
+
+@pytest.mark.slow
+def test_a_disk_without_a_byte_left_stops_the_run_and_says_which_file(folder, small_disk):
+    """Metrics that cannot be written would leave the run untold: it stops. The checkpoint of before is whole."""
+    code, out = run_into("full", FILL=str(small_disk))
+    assert code == 1, out
+    assert "metrics.jsonl" in out
+    assert "No space left on device" in out
+    assert "Traceback" not in out
+    (small_disk / "filler").unlink()
+    run = small_disk / "run"
+    assert checkpoint.load(run / "checkpoints" / "last.pt")["step"] == 5
+    process = mprun_command([f"resume={run}"], MPRUN_TEST_NO_ACCIDENT="1")
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    assert [record["step"] for record in case_code.records("train", run, effective=True)] == list(range(1, 21))
+
+
+@pytest.mark.parametrize(("first", "second"), [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)])
+@pytest.mark.slow
+def test_a_second_signal_does_not_wait_for_the_step(folder, first, second):
+    """The step hangs in the data: the first signal waits for its end, the second does not. What was saved stays."""
+    words = [
+        *ROWS,
+        "precision=fp32",
+        "train.checkpoint_every=5",
+        "dataset.kwargs.n=400",
+        "dataset.kwargs.accident=sleep",
+        reads_before_step(8),
+    ]
+    process = mprun_command(words)
+    wait_for(lambda: Path("sleeping").exists())
+    process.send_signal(first)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=1)
+    process.send_signal(second)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == -second, out
+    assert "Traceback" not in out
+    assert checkpoint.load(case_code.latest() / "checkpoints" / "last.pt")["step"] == 5
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_in_the_middle_of_a_window_waits_for_its_end(folder, monkeypatch, number, code):
+    """In this process: the signal arrives while micro-batch 2 of 4 is read."""
+    monkeypatch.setitem(case_code.ACCIDENTS, "signal", lambda: os.kill(os.getpid(), number))
+    keys = [
+        "precision=fp16_dynamic",
+        "train.accumulate=4",
+        "train.checkpoint_every=100",
+        "dataset.kwargs.accident=signal",
+        "dataset.kwargs.at=58",
+    ]
+    before = signal.getsignal(number)
+    assert main([*ROWS, *keys, "hydra.run.dir=run"]) == code
+    assert signal.getsignal(number) is before
+    run = Path("run")
+    got, saved = case_code.result(run), case_code.checkpoint(run)
+    assert (got["status"], got["steps_applied"], saved["step"], saved["position"]) == (
+        "interrupted",
+        2,
+        2,
+        {"epoch": 0, "batch": 8},
+    )
+    assert signal.Signals(number).name in got["error"]
+
+
+def wait_for(condition: Any, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+class Evil:
+    """Runs a command when it is unpickled by a reader that allows it."""
+
+    def __reduce__(self):
+        return os.system, ("touch pwned",)
+
+
+@pytest.mark.parametrize("place", ["checkpoint", "folder", "latest", "path", "init"])
+def test_a_checkpoint_cannot_run_code_wherever_it_is_read(folder, capsys, place):
+    assert main([*ROWS, "precision=fp32", "train.steps=2"]) == 0
+    run = case_code.latest()
+    path = run / "checkpoints" / "last.pt"
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, "evil": Evil()}, path)
+    pickled = torch.load(path, weights_only=False) if place == "checkpoint" else None
+    assert Path("pwned").exists() == (pickled is not None), "the file is a weapon, if it is read without care"
+    Path("pwned").unlink(missing_ok=True)
+    words = {"checkpoint": [f"resume={path}"], "folder": [f"resume={run}"], "latest": ["resume=latest"], "path": [f"resume={path.parent}"],
+             "init": [*ROWS, f"model.init={path}"]}[place]  # fmt: skip
+    before = {p: p.stat().st_mtime_ns for p in Path().rglob("*")}
+    assert main([*words, "train.steps=4"]) == 2
+    err = capsys.readouterr().err
+    assert "more than tensors and plain values" in err
+    assert str(path) in err
+    assert not Path("pwned").exists()
+    assert before == {p: p.stat().st_mtime_ns for p in Path().rglob("*")}
+
+
+def test_no_reader_of_pickles_but_the_careful_one():
+    """``checkpoint.load`` is the only way in: no other module reads a pickle, and this one only with ``weights_only``."""
+    for path in (REPOSITORY / "mprun").rglob("*.py"):
+        for call in re.findall(r"(?:torch|pickle|joblib|numpy|np|dill)\.load\((.*)", path.read_text()):
+            assert path.name == "checkpoint.py", path
+            assert "weights_only=True" in call
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 0.5, 0.99])
+def test_torn_checkpoints_are_named_at_any_length(folder, size):
+    path = folder / "last.pt"
+    checkpoint.save({"format": 1, "step": 3, "weights": torch.arange(1000.0)}, path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(size * len(whole)) if isinstance(size, float) else size])
+    with pytest.raises(CheckpointError, match=re.escape(str(path))) as caught:
+        checkpoint.load(path)
+    assert len(str(caught.value).splitlines()) == 1

@@ -14,6 +14,7 @@ from mprun.data import build_data
 from mprun.data.base import Data
 from mprun.errors import ConfigError
 from mprun.models.build import build_model
+from mprun.precision.casting import HALF_MODES
 from mprun.precision.cpu_autocast import cuda_operation_list
 from mprun.precision.cpu_half import cpu_half_kernels, resolve
 from mprun.precision.policy import PrecisionPolicy, check_support, matmul_precision
@@ -42,11 +43,24 @@ def switches(config: Config, device: torch.device) -> Iterator[str]:
     with ExitStack() as stack:
         stack.enter_context(matmul_precision(policy))
         stack.enter_context(_determinism(config.deterministic))
+        if policy.mode in HALF_MODES:
+            stack.enter_context(_no_fused_attention_layer())
         if device.type == "cpu" and dtypes & {torch.float16, torch.bfloat16}:
             stack.enter_context(cuda_operation_list())
             fast_attention = kernels == "fast" or torch.bfloat16 in dtypes
             stack.enter_context(cpu_half_kernels(half=kernels == "fast", bf16_attention=fast_attention))
         yield kernels
+
+
+@contextmanager
+def _no_fused_attention_layer() -> Iterator[None]:
+    """Torch evaluates transformer layers in one call that reads the weights past their modules, borders included."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def restore(state: TrainState, saved: Mapping[str, Any], *, path: Path) -> None:
     Raises:
         CheckpointError: names or shapes differ, or the checkpoint has no EMA where the run wants one (or other way round).
     """
-    if not PARTS <= saved.keys():
+    if not saved.keys() >= PARTS:
         raise CheckpointError(f"{path} is not a whole checkpoint: {', '.join(sorted(PARTS - saved.keys()))} missing")
     _same_tensors(saved["model"], dict(state.model.state_dict()), what="model", path=path)
     load_weights(state, saved, path=path)
@@ -136,9 +136,9 @@ def save(content: Mapping[str, Any], path: Path) -> None:
     Raises:
         CheckpointError: the disk refused; the file that was there before is untouched.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.name}.{os.getpid()}{TMP_SUFFIX}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with tmp.open("wb") as file:
             torch.save(dict(content), file)
             file.flush()
@@ -146,10 +146,12 @@ def save(content: Mapping[str, Any], path: Path) -> None:
         tmp.replace(path)
         _sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
-        # torch reports a full disk as a RuntimeError of its zip writer.
         with contextlib.suppress(OSError):
             tmp.unlink(missing_ok=True)
-        raise CheckpointError(f"could not write {path}: {error}; the earlier checkpoint there is untouched") from error
+        # torch's zip writer tells of a full disk as of an "unexpected pos"; what the disk said is the error's context.
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        reason = getattr(cause, "strerror", None) or cause
+        raise CheckpointError(f"could not write {path}: {reason}; the earlier checkpoint there is untouched") from error
 
 
 def load(path: Path, *, own: bool = True) -> dict[str, Any]:
