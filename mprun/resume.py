@@ -18,7 +18,7 @@ from mprun.runs import find_checkpoint, run_folder
 
 # What the saved state was made with: another value would not continue the run.
 FIXED = (
-    "seed", "model", "dataset.name", "dataset.source", "dataset.task", "dataset.kwargs", "dataset.augment", "dataset.limit",
+    "seed", "model.name", "model.source", "model.kwargs", "model.init", "dataset.name", "dataset.source", "dataset.task", "dataset.kwargs", "dataset.augment", "dataset.limit",
     "optimizer.name", "train.batch_size", "train.accumulate", "train.shuffle", "train.drop_last",
 )  # fmt: skip
 
@@ -58,9 +58,12 @@ def find(overrides: Sequence[str]) -> Resume | None:
 
 
 def merge(saved: Sequence[str], new: Sequence[str]) -> list[str]:
-    """``saved`` overrides with ``new`` ones on top: a key that is given anew loses its saved value."""
-    given = {_key(word) for word in new}
-    return [word for word in saved if _key(word) not in given and _key(word) != "resume"] + list(new)
+    """``saved`` overrides with ``new`` ones on top: a key that is given anew loses its saved value.
+
+    ``trust`` is not taken over: only the command line gives it, and a run folder may come from a stranger.
+    """
+    given = {_key(word) for word in new} | {"resume", "trust"}
+    return [word for word in saved if _key(word) not in given] + list(new)
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> dict[str, tuple[Any, Any]]:
@@ -75,13 +78,20 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], path: str = "") ->
     return found
 
 
-def refuse_fixed(changed: Mapping[str, tuple[Any, Any]], checkpoint: Path) -> None:
-    """Refuse changes under which the saved state would not be this run's state.
+def refuse_fixed(changed: Mapping[str, tuple[Any, Any]], checkpoint: Path, *, dynamic: bool) -> None:
+    """Refuse changes under which the saved state would not be this run's state, or which could not come into force.
+
+    Args:
+        changed: from :func:`changes`.
+        checkpoint: named in the message.
+        dynamic: whether the loss scale was and is dynamic.
 
     Raises:
         CheckpointError: names every such key with both values.
     """
     fixed = [key for key in changed if any(key == item or key.startswith(f"{item}.") for item in FIXED)]
+    if dynamic and "precision.loss_scale.init" in changed:
+        fixed.append("precision.loss_scale.init")  # the saved scale goes on, so another start would be ignored
     if fixed:
         listed = "; ".join(f"{key} was {changed[key][0]!r}, now {changed[key][1]!r}" for key in fixed)
         raise CheckpointError(

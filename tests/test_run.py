@@ -190,7 +190,7 @@ def test_resumed_equals_unbroken_bit_for_bit(folder, keys, workers, stop):
         if path.name != f"step_{stop}.pt":
             path.unlink()
     (cut / "result.json").unlink()
-    assert main([f"resume={cut}"]) == 0
+    assert main([f"resume={cut}", "trust=[userpkg]"]) == 0
     assert same(unbroken, state_of(cut.resolve())) == []
     records = read_metrics(cut / "metrics.jsonl", effective=True)
     assert [record["step"] for record in records if record["kind"] == "train"] == list(range(1, 18))
@@ -239,7 +239,7 @@ def test_overrides_at_resume_are_in_force(folder, capsys):
 
 @pytest.mark.parametrize(("words", "said"), [
     (["model=resnet"], "model.name"), (["train.batch_size=64"], "train.batch_size"), (["seed=9"], "seed"),
-    (["optimizer=sgd"], "optimizer.name"), (["train.ema.decay=0.9"], "ema"),
+    (["optimizer=sgd"], "optimizer.name"), (["train.ema.decay=0.9"], "ema"), (["precision.loss_scale.init=1024"], "loss_scale.init"),
 ])  # fmt: skip
 def test_overrides_that_would_make_another_run_are_refused_by_name(folder, capsys, words, said):
     assert main(QUICK) == 0
@@ -337,6 +337,28 @@ def test_early_stopping_and_best(folder):
     got = result()
     assert got["steps_applied"] == 4 * 4  # the first evaluation is the best, then three without improvement
     assert "no better val/loss" in got["stopped"]
+
+
+def test_early_stopped_run_is_finished(folder, capsys):
+    assert main([*QUICK, "optimizer.lr=0", "train.epochs=50", "train.early_stop.metric=val/loss", "train.early_stop.patience=1"]) == 0
+    assert main(["resume=latest"]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert main(["resume=latest", "train.early_stop.patience=2"]) == 0
+    assert result()["steps_applied"] == 3 * 4
+
+
+def test_a_run_folder_cannot_bring_its_own_trust(folder, capsys):
+    assert main([*USERS, "train.epochs=1", "precision=fp32"]) == 0
+    assert main(["resume=latest", "train.epochs=2"]) == 2
+    assert "trust=[userpkg]" in capsys.readouterr().err
+    assert main(["resume=latest", "train.epochs=2", "trust=[userpkg]"]) == 0
+
+
+def test_another_way_to_compute_is_allowed_at_resume(folder):
+    words = ["model=vit", "train.epochs=1", "dataset.limit=128", "tracking=disabled", "device=cpu", "model.kwargs.depth=2"]
+    assert main(words) == 0
+    assert main(["resume=latest", "train.epochs=2", "model.activation_checkpointing=true", "model.channels_last=true"]) == 0
+    assert result()["steps_applied"] == 4
 
 
 def test_absent_early_stop_metric_warns_and_stops_without_best(folder):

@@ -63,7 +63,8 @@ def execute(config: Config, run_dir: Path, *, resume: Resume | None = None, comp
 def _check_resume(saved: Mapping[str, Any], plain: Mapping[str, Any], resume: Resume) -> None:
     """Refuse what cannot change, say what does."""
     changed = changes(saved["config"], plain)
-    refuse_fixed(changed, resume.checkpoint)
+    kinds = {config["precision"]["loss_scale"]["kind"] for config in (saved["config"], plain)}
+    refuse_fixed(changed, resume.checkpoint, dynamic=kinds == {"dynamic"})
     for key, (old, new) in changed.items():
         print(f"resume: {key} {old} -> {new}", file=sys.stderr)
 
@@ -72,14 +73,13 @@ def _recorded(
     run: Any, plain: dict[str, Any], kernels: str, *, started: float, resumed: bool, composed: Composed | None
 ) -> int:
     """Create the folder, run the loop between ``start`` and ``finish`` of the sinks, and write ``result.json``."""
-    from mprun.report.summary import print_summary
     from mprun.tracking import build_sinks, finish_sinks
     from mprun.tracking.base import RunInfo
     from mprun.training.env import atomic_write_json
-    from mprun.training.loop import finished
+    from mprun.training.loop import finished, stop_early
 
     config, run_dir = run.config, run.run_dir
-    if resumed and finished(run):
+    if resumed and (finished(run) or stop_early(run)):
         print(
             f"{run_dir} is finished ({run.state.counters.applied} steps): nothing to do; raise train.epochs or train.steps"
         )
@@ -110,7 +110,16 @@ def _recorded(
     finally:
         _fill(result, run, started)
         finish_sinks(run.sinks, result)
-        atomic_write_json(run_dir / "result.json", result)
+        try:
+            atomic_write_json(run_dir / "result.json", result)
+        except OSError as refused:
+            # A full disk has stopped the run already, and that error is the one to tell.
+            error = error or MprunError(
+                f"{run_dir / 'result.json'}: cannot be written ({refused.strerror}); make room and resume"
+            )
+    # Not before training: rich draws from python's generator while it is imported.
+    from mprun.report.summary import print_summary
+
     print_summary(result, run_dir)
     if error is not None:
         raise error

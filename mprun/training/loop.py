@@ -261,8 +261,7 @@ def drain(run: Run) -> None:
             _raise_nonfinite(run, row, number, window)
         rate = run.skip_rate.add(number, row.outcome == OVERFLOW)
         if rate is not None:
-            warn(run, f"{rate:.0%} of the last 100 steps overflowed at loss scale {row.loss_scale:g}: "
-                      "the scale is too high for these gradients, or a module overflows FP16 at any scale")  # fmt: skip
+            warn(run, f"{rate:.0%} of the last 100 steps overflowed at loss scale {row.loss_scale:g}: {explain(state, window)}")
         if row.consecutive_skips >= state.loss_scale.patience:
             _raise_patience(run, row, number, window)
 

@@ -90,6 +90,36 @@ class StepResult:
     packed: Tensor
     micro_batches: int
 
+    @property
+    def loss(self) -> Tensor:
+        """Mean loss over the window's valid targets, 0-D float64."""
+        return self.packed[0]
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """True global gradient norm before clipping, 0-D float64; non-finite on a skip."""
+        return self.packed[1]
+
+    @property
+    def loss_scale(self) -> Tensor:
+        """The S of this window, 0-D float64."""
+        return self.packed[2]
+
+    @property
+    def lr(self) -> Tensor:
+        """The learning rate of this step, 0-D float64."""
+        return self.packed[3]
+
+    @property
+    def valid_targets(self) -> Tensor:
+        """How many targets counted, 0-D float64."""
+        return self.packed[4]
+
+    @property
+    def applied(self) -> Tensor:
+        """Whether the optimizer step was applied, 0-D bool."""
+        return self.packed[6] == APPLIED
+
     def read(self) -> StepRow:
         """The numbers on the host. Waits for the device."""
         return unpack(self.packed.tolist())
