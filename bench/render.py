@@ -223,14 +223,12 @@ def python_lines(folder: Path, indent: str) -> Iterable[tuple[str, str]]:
         yield from python_lines(sub, indent + "  ")
 
 
-def first_sentence(path: Path, most: int = 88) -> str:
-    """The first sentence of a module's docstring, without markup; cut at a comma or colon where it is long."""
+def first_sentence(path: Path, most: int = 100) -> str:
+    """The first sentence of a module's docstring, without markup; of a long one the part before the last colon."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     sentence = re.split(r"(?<=\.)\s", " ".join(text.split("\n\n")[0].split()))[0].rstrip(".")
     sentence = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", sentence).replace("``", "")
-    while len(sentence) > most and (cut := max(sentence.rfind(mark) for mark in (", ", ": ", "; "))) > 0:
-        sentence = sentence[:cut]
-    return sentence
+    return sentence if len(sentence) <= most else sentence.rpartition(": ")[0] or sentence
 
 
 def title_of(path: Path) -> str:
@@ -267,7 +265,7 @@ def markdown_formats() -> str:
         largest = f"{facts.max:.0f}" if facts.max < 1e6 else f"{facts.max:.4g}"
         rows.append(
             (name, str(exponent), str(mantissa), largest, f"2^{normal} = {2.0**normal:.4g}",
-             f"2^{subnormal} = {2.0**subnormal:.4g}", f"2^-{mantissa} = {2.0**-mantissa:.4g}")
+             f"2^{subnormal} = {2.0**subnormal:.4g}", f"2^-{mantissa} = {2.0**-mantissa:.5g}")
         )  # fmt: skip
     heads = ("", "exponent bits", "mantissa bits", "largest", "smallest normal", "smallest subnormal", "eps (gap above 1)")
     return markdown_table(heads, rows, right=range(1, 7))

@@ -56,14 +56,14 @@ def everything(state) -> dict[str, torch.Tensor]:
 
 
 def moved(before: dict[str, torch.Tensor], state) -> list[str]:
-    """Names of what is not bit for bit as before; NaN equals NaN here."""
+    """Names of what is not bit for bit as before, also of what is new; a NaN equals itself here."""
     after = everything(state)
-    assert before.keys() == after.keys()
-    return [
-        name
-        for name, old in before.items()
-        if old.dtype != after[name].dtype or not torch.equal(_bits(old), _bits(after[name]))
-    ]
+
+    def same_bits(old: torch.Tensor, new: torch.Tensor) -> bool:
+        return old.dtype == new.dtype and torch.equal(_bits(old), _bits(new))
+
+    both = before.keys() & after.keys()
+    return [*(before.keys() ^ after.keys()), *(name for name in both if not same_bits(before[name], after[name]))]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -411,11 +411,11 @@ def test_a_killed_run_resumes_as_if_it_had_not_been(folder, keys):  # cases C49,
     leftover = run / "checkpoints" / ".last.pt.1.tmp"
     leftover.write_bytes(b"half a checkpoint")
 
-    process = mprun_command(["resume=killed", "dataset.kwargs.at=null"])
+    process = mprun_command(["resume=killed", "trust=[tests]", "dataset.kwargs.at=null"])
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 2, "other data would be another run"
     assert "dataset.kwargs.at" in out
-    process = mprun_command(["resume=killed"], MPRUN_TEST_NO_ACCIDENT="1")
+    process = mprun_command(["resume=killed", "trust=[tests]"], MPRUN_TEST_NO_ACCIDENT="1")
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
     assert not leftover.exists()
@@ -492,7 +492,7 @@ def test_a_disk_without_a_byte_left_stops_the_run_and_says_which_file(folder, sm
     (small_disk / "filler").unlink()
     run = small_disk / "run"
     assert checkpoint.load(run / "checkpoints" / "last.pt")["step"] == 5
-    process = mprun_command([f"resume={run}"], MPRUN_TEST_NO_ACCIDENT="1")
+    process = mprun_command([f"resume={run}", "trust=[tests]"], MPRUN_TEST_NO_ACCIDENT="1")
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
     assert [record["step"] for record in case_code.records("train", run, effective=True)] == list(range(1, 21))

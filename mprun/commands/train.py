@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from mprun.compose import Composed, compose
 from mprun.config import Config
 from mprun.config_check import to_plain
-from mprun.errors import CheckpointError, LossScaleError, MprunError, NonFiniteError
+from mprun.errors import CheckpointError, LossScaleError, MprunError, NonFiniteError, PrecisionError
 from mprun.resume import Resume, changes, find, merge, refuse_fixed
 from mprun.runs import point_latest
 
@@ -130,6 +130,7 @@ def _guarded(run: Any, result: dict[str, Any]) -> int:
     """The loop, with every way to end turned into a status. Returns the exit status."""
     import torch
 
+    from mprun.training.blame import dtype_trouble
     from mprun.training.loop import fit
 
     try:
@@ -146,6 +147,10 @@ def _guarded(run: Any, result: dict[str, Any]) -> int:
         ) from error
     except KeyboardInterrupt:
         result["status"] = "interrupted"
+        raise
+    except RuntimeError as error:
+        if text := dtype_trouble(error, run.state):
+            raise MprunError(text) from error
         raise
     result["status"] = end.status
     result["stopped"] = end.reason
@@ -182,12 +187,18 @@ def _fill(result: dict[str, Any], run: Any, started: float) -> None:
 def _write_folder(run: Any, plain: dict[str, Any], kernels: str, composed: Composed | None) -> None:
     """``config.yaml env.json modules.json .hydra/`` and ``outputs/latest``."""
     from mprun.training import checkpoint
+    from mprun.training.blame import dtype_trouble
     from mprun.training.env import atomic_write_json, atomic_write_text, describe_environment
     from mprun.training.observe import check_plan, observe
 
     folder = run.run_dir
     first = next(iter(run.data.train_batches(run.state.position.epoch, 0)))
-    modules = observe(run.state, first)
+    try:
+        modules = observe(run.state, first)
+    except RuntimeError as error:
+        if text := dtype_trouble(error, run.state):
+            raise PrecisionError(text) from error
+        raise
     check_plan(run.state, modules)
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)

@@ -110,7 +110,7 @@ class PrecisionPolicy:
         the compute dtype. Goes through tuples, lists and dicts; integer and bool tensors (ids, labels, masks) are
         returned as they are. With ``channels_last``, images (4-D) come in that memory format.
         """
-        target = torch.float32 if self.mode in ("full", "autocast") else self.compute_dtype
+        target = self.input_dtype
 
         def cast(t: Tensor) -> Tensor:
             if not t.is_floating_point():
@@ -118,6 +118,26 @@ class PrecisionPolicy:
             return t.to(target, memory_format=torch.channels_last) if channels_last and t.ndim == 4 else t.to(target)
 
         return map_tensors(inputs, cast)
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """What :meth:`cast_inputs` casts to."""
+        return torch.float32 if self.mode in ("full", "autocast") else self.compute_dtype
+
+    def overflowing(self, inputs: Any) -> list[Tensor]:
+        """Where :meth:`cast_inputs` makes a finite number infinite: bool tensors, not read by the host.
+
+        One for every tensor of a wider range than the dtype that it is cast to, in its shape; mostly there is none.
+        """
+        wide: list[Tensor] = []
+        largest = torch.finfo(self.input_dtype).max
+
+        def look(t: Tensor) -> None:
+            if t.is_floating_point() and torch.finfo(t.dtype).max > largest:
+                wide.append(t.to(self.input_dtype).isinf() & t.isfinite())
+
+        map_tensors(inputs, look)
+        return wide
 
     def cast_output(self, output: Tensor) -> Tensor:
         """The model's output in ``output_dtype``; the loss is computed in float32 in any case."""

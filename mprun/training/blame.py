@@ -1,13 +1,16 @@
-"""Where a non-finite value was born: replays a batch with hooks on, after the fact.
+"""Which module is to blame, for an error message. Nothing here runs while training is healthy.
 
-Nothing here runs while training is healthy. It answers one question for an error message: is it the input, the weights,
-or which module's output (forward) or input gradient (backward) is the first non-finite tensor.
+:func:`explain` finds where a non-finite value was born, by replaying a batch with hooks on: is it the input, the weights,
+or which module's output (forward) or input gradient (backward) is the first non-finite tensor. :func:`dtype_trouble` reads
+off a traceback which module an error of torch about a dtype came from.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +38,23 @@ def nonfinite_samples(batch: Batch) -> list[int]:
     return [int(i) for i in batch.ids[bad]]
 
 
+def input_overflow(state: TrainState, window: Sequence[Batch]) -> str | None:
+    """One clause that names the samples of ``window`` with an input that the cast makes infinite; None without one."""
+    bad = []
+    for batch in window:
+        for found in state.policy.overflowing(batch.inputs):
+            rows = found.flatten(1).any(1) if found.ndim > 1 else found
+            bad += batch.ids[rows.cpu()].tolist() if rows.shape == batch.ids.shape else batch.ids.tolist()
+    if not bad:
+        return None
+    dtype = state.policy.input_dtype
+    return (
+        f"an input of sample {_some(sorted(set(bad)))} becomes inf when precision.mode={state.policy.mode} casts it to "
+        f"{str(dtype).removeprefix('torch.')}, whose largest number is {torch.finfo(dtype).max:g}: normalise the data, or use "
+        "precision.mode=autocast with an FP32 rule for the module that takes it"
+    )
+
+
 def explain(state: TrainState, window: Sequence[Batch]) -> str:
     """One clause that names the first non-finite tensor of ``window``: input, weight, forward or backward.
 
@@ -43,9 +63,8 @@ def explain(state: TrainState, window: Sequence[Batch]) -> str:
     for batch in window:
         if samples := nonfinite_samples(batch):
             return f"the input of sample {_some(samples)} is NaN or inf: bad data, not precision"
-        cast = state.policy.cast_inputs(batch.inputs)
-        if not _finite(cast):
-            return f"an input of samples {_some(batch.ids.tolist())} is inf in {state.policy.compute_dtype}: normalise the data"
+        if text := input_overflow(state, [batch]):
+            return text
     for name, p in state.model.named_parameters():
         if not _finite(p):
             return f"the parameter {name} is already NaN or inf"
@@ -126,3 +145,41 @@ def _amax(value: Any) -> float:
 def _some(ids: Sequence[int], most: int = 5) -> str:
     shown = ", ".join(str(i) for i in ids[:most])
     return shown if len(ids) <= most else f"{shown} and {len(ids) - most} more"
+
+
+# What torch says where a module cannot be computed in half as it is written, and what to do about it.
+DTYPE_TROUBLE = {
+    r"cannot be converted to type \S+ without overflow": (
+        "a constant is beyond the range of {dtype}: use torch.finfo(x.dtype).min, or keep the module in FP32: "
+        "precision.fp32_modules=[{path}]"
+    ),
+    r"unsafe to autocast": "return logits and use binary_cross_entropy_with_logits (BCEWithLogitsLoss)",
+    # "mat1 and mat2 must have the same dtype, but got Float and Half" and its relatives
+    r"(?s)(?=.*(Half|BFloat16))(?=.*(same dtype|scalar type|should be the same|dtypes match|dtype to be equal))": (
+        "give new tensors the dtype of the input (dtype=x.dtype), or keep the module in FP32: precision.fp32_modules=[{path}]"
+    ),
+}
+
+
+def dtype_trouble(error: RuntimeError, state: TrainState) -> str | None:
+    """What to tell instead of ``error``, if it is about a dtype: the module it came from, where, and the cure.
+
+    Returns:
+        Two lines; None for any other error, and in ``full`` mode, where mprun has cast nothing.
+    """
+    cure = next((cure for pattern, cure in DTYPE_TROUBLE.items() if re.search(pattern, str(error))), None)
+    if cure is None or state.policy.mode == "full":
+        return None
+    names = {module: path for path, module in state.model.named_modules()}
+    path, where = "", type(state.model).__name__
+    trace = error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and owner in names:
+            code = trace.tb_frame.f_code
+            path, where = names[owner], f"{type(owner).__name__}, {Path(code.co_filename).name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return (
+        f"{path or 'the model itself'} ({where}) does not run at precision={state.policy.name}: {str(error).splitlines()[0]}\n"
+        + cure.format(path=path or "'**'", dtype=str(state.policy.compute_dtype).removeprefix("torch."))
+    )

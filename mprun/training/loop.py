@@ -27,7 +27,7 @@ from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.scaling import LossScale
 from mprun.tracking.base import Sink
 from mprun.training import checkpoint
-from mprun.training.blame import explain
+from mprun.training.blame import explain, input_overflow
 from mprun.training.env import capture_rng, peak_memory_bytes, restore_rng
 from mprun.training.metrics import Best, Means, SkipRate
 from mprun.training.state import TrainState
@@ -82,6 +82,7 @@ class Run:
     window_examples: int = 0
     examples: int = 0
     stop_signal: int | None = None
+    told_inf_inputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -257,6 +258,9 @@ def drain(run: Run) -> None:
             counters.nonfinite += 1
         if row.outcome != APPLIED:
             emit(run, _skip_record(run, row, number, window))
+        if row.inf_inputs and not run.told_inf_inputs:
+            run.told_inf_inputs = True
+            warn(run, f"step {row.steps_applied} (attempt {number}): {input_overflow(state, window)}")
         if row.outcome in (NONFINITE_LOSS, NONFINITE_GRAD):
             _raise_nonfinite(run, row, number, window)
         rate = run.skip_rate.add(number, row.outcome == OVERFLOW)
@@ -290,11 +294,14 @@ def _raise_nonfinite(run: Run, row: StepRow, number: int, window: Sequence[Batch
     if row.outcome == NONFINITE_LOSS and skip_losses and row.consecutive_skips < run.state.loss_scale.patience:
         return
     what = f"the loss is {row.loss}" if row.outcome == NONFINITE_LOSS else "a gradient is NaN or inf"
-    advice = (
-        "; precision.on_nonfinite_loss=skip drops such batches"
-        if row.outcome == NONFINITE_LOSS and not skip_losses
-        else ""
-    )
+    advice = ""
+    if row.outcome == NONFINITE_LOSS:
+        advice = "; precision.on_nonfinite_loss=skip drops such batches"
+        if skip_losses:
+            advice = (
+                f"; {row.consecutive_skips} steps in a row were skipped, "
+                f"which precision.loss_scale.patience={run.state.loss_scale.patience} forbids"
+            )
     raise NonFiniteError(
         f"step {row.steps_applied + 1} (attempt {number}): {what} at precision={run.state.policy.name}, "
         f"loss scale {row.loss_scale:g}: {explain(run.state, window)}{advice}"

@@ -71,6 +71,7 @@ class StepRow:
     outcome: int
     steps_applied: int
     consecutive_skips: int
+    inf_inputs: int
 
     @property
     def applied(self) -> bool:
@@ -82,9 +83,10 @@ class StepRow:
 class StepResult:
     """A step's numbers on the device, and how many micro-batches were computed.
 
-    ``packed`` is float64 of shape (9,): the fields of :class:`StepRow`. ``loss`` is the mean over the window's valid
+    ``packed`` is float64 of shape (10,): the fields of :class:`StepRow`. ``loss`` is the mean over the window's valid
     targets (never times S), ``grad_norm`` the true norm before clipping, ``loss_scale`` the S of this window and
-    ``lr`` the learning rate that this step used or would have used.
+    ``lr`` the learning rate that this step used or would have used. ``inf_inputs`` counts the input tensors that the cast
+    to the policy's dtype made infinite.
     """
 
     packed: Tensor
@@ -145,8 +147,10 @@ def train_step(state: TrainState, window: Sequence[Batch]) -> StepResult:
     valid = sum((valid_targets(batch.targets, state.task) for batch in window), start=torch.zeros_like(state.applied))
     loss = torch.zeros((), device=state.device)
     correct = torch.zeros_like(state.applied)
+    inf_inputs = torch.zeros_like(state.applied)
     done = 0
     for batch in window:
+        inf_inputs = sum((bad.any() for bad in state.policy.overflowing(batch.inputs)), start=inf_inputs)
         part, hits = forward_loss(state, batch, valid)
         if part.requires_grad:
             state.loss_scale.scaled(part, state.scale).backward()  # type: ignore[no-untyped-call]
@@ -179,6 +183,7 @@ def train_step(state: TrainState, window: Sequence[Batch]) -> StepResult:
         verdict.outcome,
         state.applied,
         state.scale.consecutive_skips,
+        inf_inputs,
     )
     return StepResult(torch.stack([number.double() for number in numbers]), done)
 
