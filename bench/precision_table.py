@@ -120,7 +120,7 @@ def add_cell(model: str, precision: str, seeds: list[int]) -> None:
         "seeds": seeds,
         "top1_each": top1,
         "top1": statistics.median(top1),
-        "skips": sum(result["steps_skipped"] for result in results),
+        "skips_each": [result["steps_skipped"] for result in results],
         "applied": sum(result["steps_applied"] for result in results),
         "examples_per_s": statistics.median(result["examples_per_s"] for result in results),
         "peak_memory_bytes": statistics.median(result["peak_memory"] for result in results),

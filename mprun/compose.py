@@ -133,14 +133,17 @@ def compose(overrides: Sequence[str], *, command: str = "train") -> Composed:
     return Composed(check(node, command=command), hydra_node, tuple(ready), _choices(hydra_node))
 
 
-def check(node: DictConfig, *, command: str) -> Config:
-    """Check a composed configuration: keys, ranges, rules, builders' arguments; make its paths absolute."""
+def check(node: DictConfig, *, command: str, folder: str = "") -> Config:
+    """Check a composed configuration: keys, ranges, rules, builders' arguments; make its paths absolute.
+
+    ``folder`` is where the command was typed, if a job of a sweep runs elsewhere by now.
+    """
     config = to_config(node)
     config.command = command
     check_model(config.model)
     for holder, key in ((config.dataset, "root"), (config.model, "init")):
         if (path := getattr(holder, key)) is not None:
-            setattr(holder, key, os.path.abspath(os.path.expanduser(path)))
+            setattr(holder, key, os.path.abspath(os.path.join(folder, os.path.expanduser(path))))
     return config
 
 

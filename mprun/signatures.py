@@ -91,7 +91,8 @@ def check_kwargs(target: str, given: Mapping[str, Any], *, key: str, reserved: C
     legal = [name for name in signature.names if name not in reserved]
     for name in given:
         if name in reserved:
-            raise ConfigError(f"{key}.{name} is filled in by the runner; legal: {', '.join(legal) or 'none'}")
+            others = "" if signature.open else f"; legal: {', '.join(legal) or 'none'}"
+            raise ConfigError(f"{key}.{name} is filled in by the runner and cannot be given{others}")
         if name not in legal and not signature.open:
             raise ConfigError(f"{key}.{name} is not a parameter of {_split(target)[1]}: {nearest(str(name), legal)}")
 

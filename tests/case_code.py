@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -56,12 +57,20 @@ def toy() -> nn.Module:
     return model
 
 
-def targets(values: Sequence[float], val: Sequence[float] = (0.0,), nan_at: int | None = None) -> tuple[Any, Any]:
-    """The toy's data: these targets, input 1 (NaN for sample ``nan_at``; all of them for -1)."""
+def one() -> nn.Module:
+    """One weight of 1."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    return model
+
+
+def targets(values: Sequence[float], repeat: int = 1, nan_at: int | None = None) -> tuple[Any, Any]:
+    """The toy's data: these targets, ``repeat`` times; input 1, or NaN for sample ``nan_at`` (-1: for all of them)."""
+    values = list(values) * repeat
     inputs = torch.ones(len(values), 1)
     if nan_at is not None:
         inputs[slice(None) if nan_at == -1 else nan_at] = float("nan")
-    return Table(inputs, torch.tensor(values)[:, None]), Table(torch.ones(len(val), 1), torch.tensor(val)[:, None])
+    return Table(inputs, torch.tensor(values)[:, None]), Table(torch.ones(1, 1), torch.zeros(1, 1))
 
 
 # --- classification with randomness, records and accidents ------------------------------------------------------------
@@ -126,6 +135,106 @@ def net(width: int = 16) -> nn.Module:
 
 ROWS = [*TRUST, "model=python", "model.name=tests.case_code:net", "dataset=python", "dataset.name=tests.case_code:rows",
         "train.batch_size=8", "optimizer.lr=1e-2"]  # fmt: skip
+
+
+# --- models that half precision breaks, and nested batches -------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """One head whose padding mask is a literal, as in many public models."""
+
+    def __init__(self, width: int, mask: float | None) -> None:
+        super().__init__()
+        self.qkv, self.mask = nn.Linear(width, 3 * width), mask
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+        mask = torch.finfo(scores.dtype).min if self.mask is None else self.mask
+        self.weights = scores.masked_fill(padding[:, None, :], mask).softmax(-1)
+        return self.weights.to(v.dtype) @ v
+
+
+class Masked(nn.Module):
+    """Two attention blocks over 5 positions of 6 numbers each, of which the last two are padding."""
+
+    def __init__(self, mask: float | None = -1e9) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList(Attention(8, mask if i else None) for i in range(2))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = torch.zeros(len(x), 5, dtype=torch.bool, device=x.device)
+        padding[:, 3:] = True
+        x = self.embed(x.unsqueeze(1).expand(-1, 5, -1))
+        for block in self.blocks:
+            x = block(x, padding)
+        return self.head(x.mean(1))
+
+
+class Probability(nn.Module):
+    """Computes the BCE of a probability inside, as loss code in a model does; 12 = the loss of logit 12 for target 0."""
+
+    def __init__(self, logits: bool = False) -> None:
+        super().__init__()
+        self.scale, self.logits = nn.Linear(1, 1, bias=False), logits
+        nn.init.constant_(self.scale.weight, 12.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logit = self.scale(x)
+        if self.logits:
+            return F.binary_cross_entropy_with_logits(logit, torch.zeros_like(logit), reduction="none")
+        probability = logit.sigmoid()
+        return F.binary_cross_entropy(probability, torch.zeros_like(probability), reduction="none")
+
+
+class Mixed(nn.Module):
+    """A forward that makes a tensor in the default dtype and writes half numbers into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros(len(x), 4)
+        out[torch.arange(len(x))] = self.inner(x)
+        return out
+
+
+class Nested(nn.Module):
+    """Takes a dict of everything that a batch may hold; ``seen`` keeps what arrived."""
+
+    def __init__(self, vocabulary: int = 50257) -> None:
+        super().__init__()
+        self.embed, self.dense = nn.Embedding(vocabulary, 4), nn.Linear(3, 4)
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        self.seen = batch
+        ids, (features, mask), [time_stamp] = batch["ids"], batch["pair"], batch["list"]
+        x = self.embed(ids) * mask.unsqueeze(-1)
+        # A bounded function of the time: were it infinite, nothing else would show it.
+        return x.mean(1) + self.dense(features) + time_stamp.clamp(max=1.0).unsqueeze(-1)
+
+
+def rows_beyond(n: int = 16) -> tuple[Any, Any]:
+    """Ordinary rows, but for one number of sample 3 that FP16 cannot hold."""
+    x = torch.randn(n, 6, generator=torch.Generator().manual_seed(0))
+    x[3, 2] = 1e5
+    labels = torch.arange(n) % 4
+    return Table(x, labels, num_classes=4), Table(x[:2], labels[:2])
+
+
+def nested(n: int = 8, time_stamp: float = 1.7e9) -> tuple[Any, Any]:
+    """Ids that half precision would change, a bool mask, float64 features, and a time that FP16 cannot hold in sample 5."""
+
+    def sample(i: int) -> Any:
+        ids = torch.tensor([2049, 30521, 50256, i])
+        features = torch.tensor([0.1, 0.2, float(i)], dtype=torch.float64)
+        return {"ids": ids, "pair": (features, ids > 2049), "list": [torch.tensor(time_stamp if i == 5 else 1.0)]}
+
+    labels = torch.arange(n) % 4
+    return Table(sample, labels, num_classes=4), Table(sample, labels)
 
 
 # --- saves that are killed -----------------------------------------------------------------------------------------------

@@ -51,7 +51,13 @@ def test_a_skipped_first_step_shifts_nothing_that_follows(make_state, optimizer)
     """Zeroing the gradients and stepping would move momentum and Adam; counting attempts would move schedule and EMA."""
     name, _, unfused = optimizer.partition(" ")
     momentum = {"optimizer.momentum": 0.9} if name == "sgd" else {}
-    keys = {**WEIGHT, **momentum, "optimizer.name": name, "optimizer.lr": 0.1, "optimizer.fused": False if unfused else None}
+    keys = {
+        **WEIGHT,
+        **momentum,
+        "optimizer.name": name,
+        "optimizer.lr": 0.1,
+        "optimizer.fused": False if unfused else None,
+    }
     state = make_state(toy(), **FP16, **keys, **{"train.ema.decay": 0.9, "train.ema.warmup": False})
     before = everything(state)
     row = train_step(state, [toy_batch(0.6)]).read()
@@ -71,7 +77,15 @@ def test_a_skipped_first_step_shifts_nothing_that_follows(make_state, optimizer)
 def test_a_skipped_step_does_not_advance_the_learning_rate(folder):  # case C01
     """Warm-up over two steps, in a whole run: the first attempt is skipped, and the first applied step is the first of the warm-up."""
     values = "dataset.kwargs.values=[0.6,0.6,0.6]"
-    words = [*TOY, "precision=fp16_dynamic", values, "optimizer.momentum=0.9", "schedule.warmup_steps=2", "train.ema.decay=0.9", "train.epochs=1"]
+    words = [
+        *TOY,
+        "precision=fp16_dynamic",
+        values,
+        "optimizer.momentum=0.9",
+        "schedule.warmup_steps=2",
+        "train.ema.decay=0.9",
+        "train.epochs=1",
+    ]
     assert main(words) == 0
     rates = [(record["step"], record["attempt"], record["train/lr"]) for record in records("train")]
     assert rates == [(1, 2, pytest.approx(0.05)), (2, 3, pytest.approx(0.1))]
@@ -92,7 +106,11 @@ def test_a_group_that_overflows_holds_back_the_others_and_the_scale_moves_once(m
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.half() @ self.a.half() * 1e-3 + self.b.half() * 100
 
-    state = make_state(Two(), **FP16, **{**WEIGHT, "optimizer.lr": 0.1, "optimizer.weight_decay": 0.1, "precision.loss_scale.init": 1024.0})
+    state = make_state(
+        Two(),
+        **FP16,
+        **{**WEIGHT, "optimizer.lr": 0.1, "optimizer.weight_decay": 0.1, "precision.loss_scale.init": 1024.0},
+    )
     assert len(state.optimizer.param_groups) == 2
     before = everything(state)
     assert train_step(state, [toy_batch(1.0)]).read().outcome == OVERFLOW
@@ -100,7 +118,9 @@ def test_a_group_that_overflows_holds_back_the_others_and_the_scale_moves_once(m
     assert state.scale.scale.item() == 512.0
 
 
-@pytest.mark.parametrize("words", [["optimizer.name=lbfgs"], ["optimizer.name=LBFGS", "precision=fp32"], ["optimizer=lbfgs"]])
+@pytest.mark.parametrize(
+    "words", [["optimizer.name=lbfgs"], ["optimizer.name=LBFGS", "precision=fp32"], ["optimizer=lbfgs"]]
+)
 def test_an_optimizer_that_calls_the_loss_again_is_refused_by_name(folder, capsys, words):  # case C15
     assert main([*TOY, "dataset.kwargs.values=[1]", "precision=fp16_dynamic", *words]) == 2
     err = capsys.readouterr().err
@@ -126,7 +146,9 @@ def test_clipped_and_logged_norms_are_those_of_fp32(make_state):  # case C05
     assert norms["master"] == pytest.approx(norms["fp32"], rel=1e-2)
 
 
-@pytest.mark.parametrize("optimizer", [["optimizer.lr=0.01"], ["optimizer.name=adamw", "optimizer.momentum=null"], ["optimizer.fused=false"]])
+@pytest.mark.parametrize(
+    "optimizer", [["optimizer.lr=0.01"], ["optimizer.name=adamw", "optimizer.momentum=null"], ["optimizer.fused=false"]]
+)
 def test_clipping_accumulation_a_tail_and_an_overflow_get_along(folder, optimizer):  # case C04
     """10 micro-batches in windows of 4: two windows and a tail, twice; sample 5 overflows in the first epoch only."""
     values = [0.1] * 10
@@ -135,9 +157,20 @@ def test_clipping_accumulation_a_tail_and_an_overflow_get_along(folder, optimize
              "train.accumulate=4", "train.clip_norm=1.0", "train.epochs=2", *optimizer]  # fmt: skip
     assert main(words) == 0
     got = result()
-    assert (got["steps_applied"], got["steps_skipped"], got["counters"]["attempts"], got["loss_scale"]) == (5, 1, 6, 128.0)
+    assert (got["steps_applied"], got["steps_skipped"], got["counters"]["attempts"], got["loss_scale"]) == (
+        5,
+        1,
+        6,
+        128.0,
+    )
     assert [(record["attempt"], record["step"]) for record in records("skip")] == [(2, 1)]
-    assert [(record["attempt"], record["step"]) for record in records("train")] == [(1, 1), (3, 2), (4, 3), (5, 4), (6, 5)]
+    assert [(record["attempt"], record["step"]) for record in records("train")] == [
+        (1, 1),
+        (3, 2),
+        (4, 3),
+        (5, 4),
+        (6, 5),
+    ]
 
 
 # --- what the scale cannot cure ------------------------------------------------------------------------------------------------
@@ -145,14 +178,26 @@ def test_clipping_accumulation_a_tail_and_an_overflow_get_along(folder, optimize
 
 def test_endless_nan_stops_the_run_and_the_scale_stays(folder, capsys):  # case C08
     """200 batches of NaN, all of which may be skipped: patience ends it, with names, before anything is ruined."""
-    words = [*TOY, "precision=fp16_dynamic", "precision.on_nonfinite_loss=skip", f"dataset.kwargs.values={[1.0] * 200}".replace(" ", ""),
+    words = [*TOY, "precision=fp16_dynamic", "precision.on_nonfinite_loss=skip", "dataset.kwargs.values=[1.0]",
+        "dataset.kwargs.repeat=200",
              "dataset.kwargs.nan_at=-1", "precision.loss_scale.patience=20", "train.checkpoint_every=1"]  # fmt: skip
     assert main(words) == 1
     err = capsys.readouterr().err
-    for part in ("step 1 (attempt 20)", "20 steps in a row", "sample 19", "loss scale 65536", "bad data, not precision"):
+    for part in (
+        "step 1 (attempt 20)",
+        "20 steps in a row",
+        "sample 19",
+        "loss scale 65536",
+        "bad data, not precision",
+    ):
         assert part in err
     got = result()
-    assert (got["status"], got["steps_applied"], got["counters"]["nonfinite"], got["loss_scale"]) == ("diverged", 0, 20, 65536.0)
+    assert (got["status"], got["steps_applied"], got["counters"]["nonfinite"], got["loss_scale"]) == (
+        "diverged",
+        0,
+        20,
+        65536.0,
+    )
 
 
 def test_after_200_nan_batches_a_good_one_is_an_ordinary_step(make_state):  # case C08
@@ -168,7 +213,8 @@ def test_after_200_nan_batches_a_good_one_is_an_ordinary_step(make_state):  # ca
 
 def test_endless_overflow_ends_at_the_floor_with_the_weights_as_they_were(folder, capsys):  # case C08
     """Targets that overflow at any scale: the scale stops at its floor, the run at its patience."""
-    words = [*TOY, "precision=fp16_dynamic", f"dataset.kwargs.values={[60000.0] * 60}".replace(" ", ""), "precision.loss_scale.min=4",
+    words = [*TOY, "precision=fp16_dynamic", "dataset.kwargs.values=[60000.0]",
+        "dataset.kwargs.repeat=60", "precision.loss_scale.min=4",
              "precision.loss_scale.patience=30", "train.checkpoint_every=1"]  # fmt: skip
     assert main(words) == 1
     err = capsys.readouterr().err
@@ -180,7 +226,8 @@ def test_endless_overflow_ends_at_the_floor_with_the_weights_as_they_were(folder
 
 
 def test_a_static_scale_never_writes_an_infinite_gradient(folder, capsys):  # case C11 (a)
-    words = [*TOY, "precision=fp16_static", "precision.loss_scale.init=65536", f"dataset.kwargs.values={[1.0] * 9}".replace(" ", ""),
+    words = [*TOY, "precision=fp16_static", "precision.loss_scale.init=65536", "dataset.kwargs.values=[1.0]",
+        "dataset.kwargs.repeat=9",
              "precision.loss_scale.patience=5"]  # fmt: skip
     assert main(words) == 1
     assert "5 steps in a row" in capsys.readouterr().err
@@ -191,11 +238,26 @@ def test_a_static_scale_never_writes_an_infinite_gradient(folder, capsys):  # ca
 # --- windows, tails, schedules, logs ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", [["precision=fp32"], ["precision=fp16_dynamic", "precision.loss_scale.init=1024"]], ids=["fp32", "fp16"])
-@pytest.mark.parametrize(("batches", "epochs", "weight", "steps"), [(5, 1, 0.36, 2), (5, 2, 0.5904, 4), (3, 1, 0.2, 1), (4, 1, 0.2, 1)])
-def test_the_tail_of_an_epoch_is_a_window_with_its_own_divisor(folder, precision, batches, epochs, weight, steps):  # case C38
+@pytest.mark.parametrize(
+    "precision",
+    [["precision=fp32"], ["precision=fp16_dynamic", "precision.loss_scale.init=1024"]],
+    ids=["fp32", "fp16"],
+)
+@pytest.mark.parametrize(
+    ("batches", "epochs", "weight", "steps"), [(5, 1, 0.36, 2), (5, 2, 0.5904, 4), (3, 1, 0.2, 1), (4, 1, 0.2, 1)]
+)
+def test_the_tail_of_an_epoch_is_a_window_with_its_own_divisor(
+    folder, precision, batches, epochs, weight, steps
+):  # case C38
     """w += 0.2 (1 - w) a window of any length; a tail divided by 4, dropped, or carried over gives other numbers."""
-    words = [*TOY, *precision, f"dataset.kwargs.values={[1.0] * batches}".replace(" ", ""), "train.accumulate=4", f"train.epochs={epochs}"]
+    words = [
+        *TOY,
+        *precision,
+        "dataset.kwargs.values=[1.0]",
+        f"dataset.kwargs.repeat={batches}",
+        "train.accumulate=4",
+        f"train.epochs={epochs}",
+    ]
     assert main(words) == 0
     assert checkpoint()["model"]["weight"].item() == pytest.approx(weight, rel=1e-3)
     assert result()["steps_applied"] == steps
@@ -230,7 +292,14 @@ def test_logs_carry_neither_scale_nor_divisor_nor_the_spike(folder, precision, a
     scale = [] if precision == "fp32" else ["precision.loss_scale.init=1024"]
     if precision != "fp32":
         values[6] = 1e4
-    words = [*TOY, f"precision={precision}", *scale, f"dataset.kwargs.values={values}".replace(" ", ""), f"train.accumulate={accumulate}", "optimizer.lr=0"]
+    words = [
+        *TOY,
+        f"precision={precision}",
+        *scale,
+        f"dataset.kwargs.values={values}".replace(" ", ""),
+        f"train.accumulate={accumulate}",
+        "optimizer.lr=0",
+    ]
     assert main(words) == 0
     applied = records("train")
     assert {(record["train/loss"], record["train/grad_norm"]) for record in applied} == {(1.0, 2.0)}
@@ -245,9 +314,19 @@ def test_logs_carry_neither_scale_nor_divisor_nor_the_spike(folder, precision, a
 def test_a_skip_between_two_log_points_stays_out_of_their_mean(folder):  # case C41
     values = [1.0] * 8
     values[4] = 1e4
-    words = [*TOY, "precision=fp16_dynamic", "precision.loss_scale.init=1024", f"dataset.kwargs.values={values}".replace(" ", ""), "optimizer.lr=0"]
+    words = [
+        *TOY,
+        "precision=fp16_dynamic",
+        "precision.loss_scale.init=1024",
+        f"dataset.kwargs.values={values}".replace(" ", ""),
+        "optimizer.lr=0",
+    ]
     assert main([*words, "train.log_every=3"]) == 0
-    assert [(record["step"], record["attempt"], record["train/loss"]) for record in records("train")] == [(3, 3, 1.0), (6, 7, 1.0), (7, 8, 1.0)]
+    assert [(record["step"], record["attempt"], record["train/loss"]) for record in records("train")] == [
+        (3, 3, 1.0),
+        (6, 7, 1.0),
+        (7, 8, 1.0),
+    ]
 
 
 # --- the law ---------------------------------------------------------------------------------------------------------------------
@@ -290,14 +369,24 @@ class Overflowing(nn.Module):
 @given(
     policy=st.sampled_from(sorted(POLICIES)),
     optimizer=st.sampled_from(["adamw", "sgd", "rmsprop"]),
-    windows=st.lists(st.lists(st.sampled_from(["good", "good", "overflow", "nan", "ignored"]), min_size=1, max_size=4), min_size=1, max_size=6),
+    windows=st.lists(
+        st.lists(st.sampled_from(["good", "good", "overflow", "nan", "ignored"]), min_size=1, max_size=4),
+        min_size=1,
+        max_size=6,
+    ),
     clip=st.sampled_from([None, 1.0]),
     hysteresis=st.integers(1, 2),
 )
 def test_what_is_not_applied_moves_nothing(policy, optimizer, windows, clip, hysteresis):
     """For any sequence of windows: applied moves, everything else leaves every bit; S obeys overflows and nothing else."""
     half = policy.startswith("fp16")
-    keys = {"optimizer.name": optimizer, "optimizer.lr": 1e-2, "train.clip_norm": clip, "train.ema.decay": 0.9, "precision.loss_scale.hysteresis": hysteresis}
+    keys = {
+        "optimizer.name": optimizer,
+        "optimizer.lr": 1e-2,
+        "train.clip_norm": clip,
+        "train.ema.decay": 0.9,
+        "precision.loss_scale.hysteresis": hysteresis,
+    }
     if half:
         keys |= {"precision.loss_scale.init": 4096.0, "precision.loss_scale.growth_interval": 2}
     if optimizer == "sgd":

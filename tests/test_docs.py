@@ -56,10 +56,10 @@ def tiny_run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     words = [
         "model=mlp", "tracking=disabled", "device=cpu", "train.epochs=2", "train.batch_size=128", "dataset.limit=512", "train.log_every=1",
-        "train.ema.decay=0.9", "train.checkpoint_every=2", "precision.loss_scale.init=16777216", f"hydra.run.dir={folder}/run",
+        "train.ema.decay=0.9", "train.checkpoint_every=2", "precision.loss_scale.init=1e12", "precision.loss_scale.max=1e12",
+        "precision.loss_scale.backoff_factor=1e-4", f"hydra.run.dir={folder}/run",
     ]  # fmt: skip
-    assert main([*words, "precision.loss_scale.max=1e38", "precision.loss_scale.init=1e30", "precision.loss_scale.patience=999",
-                 "precision.loss_scale.backoff_factor=1e-20"]) == 0  # fmt: skip
+    assert main(words) == 0
     return folder / "run"
 
 
@@ -111,13 +111,10 @@ def test_every_key_that_is_mentioned_exists(name):
     keys = {key for key in found if not key.endswith((".md", ".py"))}
     schema = OmegaConf.structured(Config)
     for key in keys:
-        node = re.sub(r"(\.kwargs)\..*", r"\1", key)
-        try:
-            OmegaConf.select(schema, node, throw_on_missing=True)
-            parent, _, leaf = node.rpartition(".")
-            assert leaf in OmegaConf.select(schema, parent), key
-        except Exception as error:
-            raise AssertionError(f"{name} mentions {key}, which is no key of the schema") from error
+        parent, _, leaf = re.sub(r"(\.kwargs)\..*", r"\1", key).rpartition(".")
+        group = OmegaConf.select(schema, parent)
+        assert group is not None, f"{name} mentions {key}"
+        assert leaf in group, f"{name} mentions {key}"
     assert keys or name == "CONTRIBUTING.md"
 
 

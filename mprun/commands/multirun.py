@@ -36,7 +36,9 @@ def run(words: Sequence[str]) -> int:
         from mprun.commands.train import execute
 
         settings: Any = HydraConfig.get()
-        config = check(OmegaConf.masked_copy(node, list(node)), command="train")
+        config = check(OmegaConf.masked_copy(node, list(node)), command="train", folder=settings.runtime.cwd)
+        if config.resume is not None:
+            raise ConfigError(f"resume={config.resume} continues one run: give it without -m")
         code = execute(config, Path(settings.runtime.output_dir).resolve())
         if code:
             failures.append(f"job {settings.job.num} ended with status {code}")

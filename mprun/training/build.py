@@ -67,14 +67,20 @@ def _no_fused_attention_layer() -> Iterator[None]:
 def _determinism(on: bool) -> Iterator[None]:
     cudnn: Any = torch.backends.cudnn
     before = torch.are_deterministic_algorithms_enabled(), cudnn.benchmark
-    torch.use_deterministic_algorithms(on)
+    _set_deterministic(on)
     if on:
         cudnn.benchmark = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
+        _set_deterministic(before[0])
         cudnn.benchmark = before[1]
+
+
+def _set_deterministic(on: bool) -> None:
+    # Asked first, because setting it imports torch's compiler, which takes a second.
+    if torch.are_deterministic_algorithms_enabled() != on:
+        torch.use_deterministic_algorithms(on)
 
 
 def device_of(config: Config) -> torch.device:

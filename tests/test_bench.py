@@ -1,0 +1,156 @@
+"""The benches' arithmetic and files: medians, gaps, markers; the contestants of the optimizer phase do the same thing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+BENCH = Path(__file__).resolve().parent.parent / "bench"
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """``bench("name")`` imports a script of ``bench/``, with results kept in a folder of the test's own."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import common
+
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+
+    def load(name: str) -> ModuleType:
+        return __import__(name)
+
+    return load
+
+
+def cell(model: str, precision: str, top1: list[float], **given: Any) -> dict[str, Any]:
+    about = {"commit": "abc1234", "dirty": False, "date": "2026-01-01", "cpu": "CPU", "cores": 2, "threads": 2, "device": None,
+             "versions": {"python": "3.11.7", "torch": "2.14.1", "timm": "1.0.31"}}  # fmt: skip
+    return {"model": model, "precision": precision, "seeds": list(range(len(top1))), "top1_each": top1, "top1": sorted(top1)[len(top1) // 2],
+            "skips_each": [0] * len(top1), "examples_per_s": 1234.4, "peak_memory_bytes": 800 * 2**20, "train_s": 4.0, "about": about} | given  # fmt: skip
+
+
+@pytest.mark.parametrize("script", ["precision_table", "step_ratio", "startup", "optimizer_phase", "render", "plot_run", "fp16_kernels"])
+def test_every_bench_says_how_it_is_used(script):
+    done = subprocess.run([sys.executable, str(BENCH / f"{script}.py"), "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout
+
+
+def test_a_ratio_is_taken_within_pairs(bench):
+    ratio = bench("common").ratio_of_pairs
+    assert ratio([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == 2.0  # a slow minute hits both
+    with pytest.raises(ValueError, match="argument"):
+        ratio([1.0], [1.0, 2.0])
+
+
+def test_a_block_is_replaced_and_the_rest_stays(bench, tmp_path):
+    common = bench("common")
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- x -->\nold <!-- y -->\n<!-- /x -->\nb\n")
+    assert common.set_block(page, "x", "new\n")
+    assert page.read_text() == "a\n<!-- x -->\nnew\n<!-- /x -->\nb\n"
+    assert not common.set_block(page, "x", "new")
+    assert common.block(page, "x") == "\nnew\n"
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("k: 1\n# <measured>\nexpect: []\n# </measured>\n")
+    assert common.set_block(recipe, "measured", "expect:\n  - a")
+    assert recipe.read_text() == "k: 1\n# <measured>\nexpect:\n  - a\n# </measured>\n"
+
+
+@pytest.mark.parametrize("text", ["no markers", "<!-- x --> <!-- /x --> <!-- x --> <!-- /x --> <!-- /x", "<!-- x --> open"])
+def test_missing_markers_are_an_error(bench, tmp_path, text):
+    page = tmp_path / "page.md"
+    page.write_text(text.replace("open", ""))
+    with pytest.raises(ValueError, match="markers") if text.count("/x -->") != 2 else pytest.raises(ValueError, match="not once|markers"):
+        bench("common").block(page, "x")
+
+
+def test_gaps_are_points_against_fp32_on_the_same_seeds(bench):
+    table = bench("precision_table").with_gaps({"cells": {
+        "vit/fp32": cell("vit", "fp32", [0.96, 0.97, 0.98]),
+        "vit/bf16": cell("vit", "bf16", [0.95, 0.96, 0.99]),
+        "vit/fp16_static": cell("vit", "fp16_static", [0.97]),
+        "resnet/bf16": cell("resnet", "bf16", [0.97, 0.97, 0.97]),
+    }})  # fmt: skip
+    gaps = {name: found["gap_points"] for name, found in table["cells"].items()}
+    assert gaps["vit/bf16"] == pytest.approx(-1.0)
+    assert gaps["vit/fp32"] == 0
+    assert gaps["vit/fp16_static"] is gaps["resnet/bf16"] is None
+
+
+def test_the_results_table_shows_medians_gap_skips_and_where(bench):
+    table = bench("precision_table").with_gaps({"cells": {
+        "vit/fp32": cell("vit", "fp32", [0.96, 0.97, 0.98]),
+        "vit/fp16_dynamic": cell("vit", "fp16_dynamic", [0.961, 0.972, 0.975], skips_each=[1, 0, 2]),
+    }})  # fmt: skip
+    text = bench("render").markdown_results(table)
+    row = next(line for line in text.splitlines() if "fp16_dynamic" in line)
+    assert row == "| vit | `fp16_dynamic` | 0.9720 (0.9610 to 0.9750) | +0.20 | 3 | 1,234 | 800 MiB |"
+    assert "3 seeds" in text
+    assert text.count("commit abc1234") == 1
+    assert bench("render").markdown_results(None).startswith("Not measured yet")
+
+
+def test_a_recipe_s_expectation_is_yaml_with_the_measured_values(bench, tmp_path):
+    from omegaconf import OmegaConf
+
+    common, render = bench("common"), bench("render")
+    assert OmegaConf.create(render.yaml_expect("vit/fp16_dynamic")) == {"expect": []}
+    common.save("precision_table", {"cells": {"vit/fp16_dynamic": cell("vit", "fp16_dynamic", [0.9611, 0.9722, 0.9755], skips_each=[1, 0, 2])}})
+    found = OmegaConf.to_container(OmegaConf.create(render.yaml_expect("vit/fp16_dynamic")))
+    assert isinstance(found, dict)
+    first, second = found["expect"]
+    assert (first["metric"], first["op"], first["value"], first["tolerance"]) == ("val/top1", ">=", 0.9722, 0.0144)
+    assert first["measured"]["seeds"] == [0, 1, 2]
+    assert first["measured"]["commit"] == "abc1234"
+    assert (second["metric"], second["op"], second["value"]) == ("steps_skipped", "<=", 2)
+
+
+def test_results_hold_no_path_and_no_host_name(bench):
+    about = bench("common").about()
+    text = json.dumps(about)
+    assert str(Path.home()) not in text
+    assert str(BENCH.parent) not in text
+    assert set(about) == {"commit", "dirty", "date", "cpu", "cores", "threads", "device", "load", "versions"}
+
+
+def test_the_contestants_of_the_optimizer_phase_agree(bench):
+    """``check`` compares parameters, and that a skipped step leaves parameters and shadows alone, bit for bit."""
+    phase = bench("optimizer_phase")
+    device = torch.device("cpu")
+    contestants = {name: make(phase.make_model("mlp"), device) for name, make in
+                   (("plain", phase.Plain), ("mprun", phase.Ours), ("combined", phase.Combined))}  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(p.shape, generator=generator) * 65536 for p in contestants["plain"].params]
+    clock = phase.Clock(cuda=False)
+    assert phase.check(contestants, grads, clock) < 1e-6
+    assert contestants["mprun"].state.scale.scale.item() == 32768.0  # one overflow
+    shadows = zip(contestants["mprun"].shadows(), contestants["combined"].shadows(), strict=True)
+    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-8) for a, b in shadows)
+    rows = phase.measure(contestants, grads, clock, rounds=2)
+    assert rows["plain"]["to_plain"] == 1.0
+    assert rows["mprun"]["total_ms"] > 0
+
+
+@pytest.mark.slow
+def test_step_ratio_reads_real_runs(bench):
+    times = bench("step_ratio").measure("mlp", ["fp32", "fp16_dynamic"], rounds=1, steps=8)
+    assert times.keys() == {"fp32", "fp16_dynamic"}
+    assert all(len(values) == 1 and 0 < values[0] < 1e4 for values in times.values())
+
+
+@pytest.mark.slow
+def test_startup_finds_the_first_step(bench):
+    startup = bench("startup")
+    for name in ("mprun", "plain"):
+        wall, cpu = startup.first_step(name)
+        assert 0.5 < wall < 200
+        assert 0 < cpu < 2 * wall + 1
