@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -109,11 +108,11 @@ def set_block(path: Path, name: str, text: str) -> bool:
 
 
 def _split(text: str, name: str, path: Path) -> tuple[str, str, str]:
-    # In Markdown <!-- name --> ... <!-- /name -->, in YAML # <name> ... # </name>.
-    pattern = {".md": r"(<!-- {0} -->)(.*)(<!-- /{0} -->)", ".yaml": r"(# <{0}>)(.*)(# </{0}>)"}[path.suffix]
-    found = re.findall(pattern.format(re.escape(name)), text, flags=re.DOTALL)
-    if len(found) != 1:
-        raise ValueError(f"{path.name}: the markers of the block {name!r} are there {len(found)} times, not once")
-    start, inside, end = found[0]
+    """The text up to and with the first marker, between both, and from the second marker on."""
+    form = {".md": "<!-- {} -->", ".yaml": "# <{}>"}[path.suffix]
+    start, end = form.format(name), form.format(f"/{name}")
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(end) < text.index(start):
+        raise ValueError(f"{path.name}: {start} and {end} must be there once each, in this order")
     before, _, rest = text.partition(start)
-    return before + start, inside, rest[len(inside) :]
+    inside, _, after = rest.partition(end)
+    return before + start, inside, end + after

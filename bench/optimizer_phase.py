@@ -104,6 +104,7 @@ class Plain(Contestant):
         self.shadow = [p.detach().clone() for p in self.params]
 
     def run(self, clock: Clock) -> None:
+        """One call of torch's for each part."""
         self.scaler.unscale_(self.optimizer)
         clock.part("unscale")
         torch.nn.utils.clip_grad_norm_(self.params, CLIP)
@@ -117,6 +118,7 @@ class Plain(Contestant):
         clock.part("EMA")
 
     def shadows(self) -> list[Tensor]:
+        """As kept by this class."""
         return self.shadow
 
 
@@ -130,6 +132,7 @@ class Ours(Contestant):
         self.empty = torch.zeros((), dtype=torch.bool, device=device)
 
     def run(self, clock: Clock) -> None:
+        """The calls of ``train_step`` after backward."""
         state = self.state
         norm, bad_grad = unscale(state, self.grads)
         clock.part("unscale and norm")
@@ -146,6 +149,7 @@ class Ours(Contestant):
         clock.part("scale")
 
     def shadows(self) -> list[Tensor]:
+        """As kept by ``Ema``."""
         assert self.state.ema is not None, "CONFIG has an EMA"
         shadow = self.state.ema.shadow
         return [shadow[name] for name, p in self.state.weights if p.requires_grad]
@@ -162,6 +166,7 @@ class Combined(Ours):
 
     @torch.no_grad()
     def run(self, clock: Clock) -> None:
+        """Norm, then two fused calls that read everything once."""
         state, optimizer = self.state, self.state.optimizer
         scale = state.scale.scale
         norm = torch.nn.utils.get_total_norm(self.grads) / scale
@@ -184,6 +189,7 @@ class Combined(Ours):
         clock.part("scale")
 
     def shadows(self) -> list[Tensor]:
+        """As kept by this class."""
         return self.shadow
 
 
@@ -205,7 +211,7 @@ def build(model: nn.Module, device: torch.device) -> TrainState:
 
 
 def make_model(name: str) -> nn.Module:
-    """timm's ``name`` with random weights, equal at every call; ``mlp`` is a small stand-in for tests."""
+    """The timm model ``name`` with random weights, equal at every call; ``mlp`` is a small stand-in for tests."""
     torch.manual_seed(0)
     if name == "mlp":
         return nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 10))
@@ -279,7 +285,11 @@ def main() -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    makers: dict[str, Callable[[nn.Module, torch.device], Contestant]] = {"plain": Plain, "mprun": Ours, "combined": Combined}
+    makers: dict[str, Callable[[nn.Module, torch.device], Contestant]] = {
+        "plain": Plain,
+        "mprun": Ours,
+        "combined": Combined,
+    }
     contestants = {name: make(make_model(args.model).to(device), device) for name, make in makers.items()}
     generator = torch.Generator().manual_seed(1)
     params = contestants["plain"].params
@@ -291,7 +301,9 @@ def main() -> int:
     print(f"{args.model}, {millions:.1f} M parameters in {len(params)} tensors; largest difference {worst:.1e}")
     for name, row in rows.items():
         listed = "  ".join(f"{part} {ms:.1f}" for part, ms in row["parts_ms"].items())
-        print(f"{name:<9}{row['total_ms']:7.1f} ms  {row['to_plain']:.2f} of plain  (fastest {row['fastest_ms']:.1f})  {listed}")
+        print(
+            f"{name:<9}{row['total_ms']:7.1f} ms  {row['to_plain']:.2f} of plain  (fastest {row['fastest_ms']:.1f})  {listed}"
+        )
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
     facts = about(threads=None if gpu else torch.get_num_threads(), device=gpu)
     print(f"target {TARGET}: {'met' if rows['mprun']['to_plain'] <= TARGET else 'missed'}\n{about_text(facts)}")

@@ -34,10 +34,11 @@ PRECISIONS = ["fp32", "bf16", "fp16_dynamic", "fp16_static", "fp16_master_dynami
 SEEDS = [0, 1, 2]
 NAME = "precision_table"
 RUNS = ROOT / "outputs" / NAME
-# A run that shows what the loss scale does: it starts 2**24 times too high, and may grow every 40 steps.
+# A run that shows what the loss scale does: it starts at 2**40, far too high, and may grow every 40 steps.
 PICTURE = [
     "precision=fp16_dynamic", "model=resnet", "precision.loss_scale.init=1099511627776",
     "precision.loss_scale.max=1099511627776", "precision.loss_scale.growth_interval=40", "train.log_every=1",
+    "train.drop_last=true",
 ]  # fmt: skip
 
 
@@ -49,7 +50,9 @@ def main() -> int:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further overrides, for every run")
     parser.add_argument("--fresh", action="store_true", help="run again what was run already")
     parser.add_argument("--no-run", action="store_true", help="train nothing: use the table as it was measured last")
-    parser.add_argument("--write", action="store_true", help="put table and picture into the README, values into recipes")
+    parser.add_argument(
+        "--write", action="store_true", help="put table and picture into the README, values into recipes"
+    )
     args = parser.parse_args()
     if not args.no_run:
         grid(args.models, args.precisions, args.seeds, args.set, fresh=args.fresh)
@@ -149,6 +152,9 @@ def draw_picture(extra: list[str], *, fresh: bool) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     script = ROOT / "bench" / "plot_run.py"
     subprocess.run([sys.executable, str(script), str(run_dir), "--out", str(target)], check=True)
+    env, result = read_json(run_dir / "env.json"), read_json(run_dir / "result.json")
+    numbers = {key: result[key] for key in ("steps_applied", "steps_skipped", "loss_scale")}
+    save("picture", {"about": about(threads=env["host"]["torch_threads"]), "words": PICTURE, **numbers})
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -39,6 +39,7 @@ def blocks() -> dict[tuple[str, str], Callable[[], str]]:
     """Every generated block: (file, name) -> its text."""
     return {
         ("README.md", "results"): lambda: markdown_results(load("precision_table")),
+        ("README.md", "picture"): markdown_picture,
         ("README.md", "speed"): markdown_speed,
         ("README.md", "commands"): markdown_commands,
         ("README.md", "tree"): markdown_tree,
@@ -92,7 +93,8 @@ def markdown_results(table: dict[str, Any] | None) -> str:
         f"Dataset `digits`. Medians over {counts} seed{'' if seeds == [1] else 's'}, after the last step; gap in points; "
         "skips of all seeds together. On the CPU peak memory is the resident memory of the process, torch included."
     )
-    return "\n\n".join([markdown_table(heads, rows, right=range(2, 7)), under, *(f"Measured: {place}." for place in places)])
+    table_text = markdown_table(heads, rows, right=range(2, 7))
+    return "\n\n".join([table_text, under, *(f"Measured: {place}." for place in places)])
 
 
 def top1_text(values: list[float]) -> str:
@@ -106,6 +108,21 @@ def points_text(points: float | None) -> str:
     return "–" if points is None else f"{points + 0.0:+.2f}"
 
 
+def markdown_picture() -> str:
+    """The picture of the run that ``precision_table`` draws, with its command and what happened."""
+    picture = load("picture")
+    if picture is None:
+        return NOT_MEASURED.format(command="python bench/precision_table.py --write")
+    command = " \\\n      ".join(["mprun", *picture["words"]])
+    return (
+        "![Loss, accuracy, and the loss scale with its skipped steps](docs/img/run.png)\n\n"
+        "A loss scale that starts far too high, at 2^40, and may grow every 40 steps. "
+        f"{picture['steps_skipped']} attempts overflow (crosses) and are skipped, most of them at the start, while the scale "
+        f"is searched for; nothing else moves meanwhile. The other {picture['steps_applied']} are applied.\n\n"
+        f"```sh\n{command}\n```"
+    )
+
+
 def markdown_speed() -> str:
     """What the other benches measured, one row each."""
     rows: list[tuple[str, ...]] = []
@@ -116,14 +133,14 @@ def markdown_speed() -> str:
             for name in ("fp16_dynamic", "bf16"):
                 ms, ratio = row["step_ms"], row["to_fp32"][name]
                 text = f"{ms[name]:.1f} ms against {ms['fp32']:.1f} ms in FP32"
-                rows.append((f"one step, {row['model']}, `{name}`", text, f"{ratio:.2f}", f"≤ {steps['target']}", met(ratio, steps)))
+                rows.append((f"one step, {row['model']}, `{name}`", text, *verdict(ratio, steps)))
             if native := row["to_fp32"].get("fp16_native"):
                 text = f"{row['step_ms']['fp16_native']:.1f} ms with torch's own CPU half kernels (`numerics.cpu_fp16=native`)"
                 rows.append((f"one step, {row['model']}, FP16 native", text, f"{native:.2f}", "", ""))
     if start := load("startup"):
         places.append(("startup", start["about"]))
         text = f"{start['wall_s']['mprun']:.1f} s against {start['wall_s']['plain']:.1f} s of a plain script"
-        rows.append(("process start to first step", text, f"{start['ratio']:.2f}", f"≤ {start['target']}", met(start["ratio"], start)))
+        rows.append(("process start to first step", text, *verdict(start["ratio"], start)))
     if phase := load("optimizer_phase"):
         places.append(("optimizer_phase", phase["about"]))
         own, plain = phase["rows"]["mprun"], phase["rows"]["plain"]
@@ -131,7 +148,7 @@ def markdown_speed() -> str:
             f"unscale, clip, AdamW, EMA on {phase['parameters'] / 1e6:.1f} M parameters: "
             f"{own['total_ms']:.1f} ms against {plain['total_ms']:.1f} ms with torch's parts"
         )
-        rows.append(("after backward", text, f"{own['to_plain']:.2f}", f"≤ {phase['target']}", met(own["to_plain"], phase)))
+        rows.append(("after backward", text, *verdict(own["to_plain"], phase)))
     if not rows:
         return NOT_MEASURED.format(command="python bench/step_ratio.py --json")
     table = markdown_table(("what", "median", "ratio", "target", ""), rows, right=[2, 3])
@@ -141,9 +158,9 @@ def markdown_speed() -> str:
     return "\n\n".join([table, *(f"Measured by {', '.join(names)}: {text}." for text, names in texts.items())])
 
 
-def met(ratio: float, content: dict[str, Any]) -> str:
-    """Whether a ratio reaches the bench's target."""
-    return "met" if ratio <= content["target"] else "**missed**"
+def verdict(ratio: float, content: dict[str, Any]) -> tuple[str, str, str]:
+    """A ratio, the bench's target, and whether it is met."""
+    return f"{ratio:.2f}", f"≤ {content['target']}", "met" if ratio <= content["target"] else "**missed**"
 
 
 def yaml_expect(cell_name: str) -> str:
@@ -200,7 +217,10 @@ def markdown_tree() -> str:
         ("  config.yaml", "the root: defaults of every group, the run folder"),
         *(("  " + path.name + "/", options_of(path)) for path in sorted((ROOT / "conf").iterdir()) if path.is_dir()),
         ("recipes/", "whole experiments: `mprun recipe=digits/vit_fp16`"),
-        *(("  " + relative(path, "recipes"), first_comment(path)) for path in sorted((ROOT / "recipes").rglob("*.yaml"))),
+        *(
+            ("  " + relative(path, "recipes"), first_comment(path))
+            for path in sorted((ROOT / "recipes").rglob("*.yaml"))
+        ),
         ("mprun/", ""),
         *python_lines(ROOT / "mprun", "  "),
         ("bench/", "what was measured, and how"),
@@ -267,7 +287,7 @@ def markdown_formats() -> str:
             (name, str(exponent), str(mantissa), largest, f"2^{normal} = {2.0**normal:.4g}",
              f"2^{subnormal} = {2.0**subnormal:.4g}", f"2^-{mantissa} = {2.0**-mantissa:.5g}")
         )  # fmt: skip
-    heads = ("", "exponent bits", "mantissa bits", "largest", "smallest normal", "smallest subnormal", "eps (gap above 1)")
+    heads = ("", "exponent bits", "mantissa bits", "largest", "smallest normal", "smallest subnormal", "gap above 1")
     return markdown_table(heads, rows, right=range(1, 7))
 
 

@@ -21,14 +21,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from common import about, about_text, progress, ratio_of_pairs, save
 
 TARGET = 1.25
 POLL_S = 0.002
-MPRUN = ["-m", "mprun", "precision=fp16_dynamic", "model=vit", "tracking=disabled", "train.steps=1", "train.log_every=1"]
+COMMAND = "-m mprun precision=fp16_dynamic model=vit tracking=disabled train.steps=1 train.log_every=1"
+MPRUN = COMMAND.split()
 PLAIN = """
 import gzip, importlib.util, os, sys
 import numpy as np
@@ -76,19 +77,21 @@ def main() -> int:
                 wall[name].append(seconds)
                 cpu[name].append(processor)
     progress("")
-    result = {
+    result: dict[str, Any] = {
         "about": about(),
         "target": TARGET,
         "rounds": args.rounds,
         "wall_s": {name: statistics.median(values) for name, values in wall.items()},
         "cpu_s": {name: statistics.median(values) for name, values in cpu.items()},
-        "ratio": ratio_of_pairs(wall["mprun"], wall["plain"]),
-        "cpu_ratio": ratio_of_pairs(cpu["mprun"], cpu["plain"]),
     }
     for name in wall:
-        print(f"{name:<6} first step after {result['wall_s'][name]:.2f} s, processor time {result['cpu_s'][name]:.2f} s")
-    met = "met" if result["ratio"] <= TARGET else "missed"
-    print(f"ratio {result['ratio']:.2f} (processor time {result['cpu_ratio']:.2f}), target {TARGET}: {met}")
+        seconds, processor = statistics.median(wall[name]), statistics.median(cpu[name])
+        print(f"{name:<6} first step after {seconds:.2f} s, processor time {processor:.2f} s")
+    ratio, cpu_ratio = ratio_of_pairs(wall["mprun"], wall["plain"]), ratio_of_pairs(cpu["mprun"], cpu["plain"])
+    print(
+        f"ratio {ratio:.2f} (processor time {cpu_ratio:.2f}), target {TARGET}: {'met' if ratio <= TARGET else 'missed'}"
+    )
+    result |= {"ratio": ratio, "cpu_ratio": cpu_ratio}
     print(about_text(result["about"]))
     if args.json:
         print(save("startup", result))
@@ -137,12 +140,12 @@ def processor_s(pid: int) -> float:
 def compare_imports() -> None:
     """Print the top-level packages by import time, for both, and mprun's own modules."""
     tables = {name: import_times(name) for name in ("mprun", "plain")}
-    total: Callable[[str], float] = lambda name: sum(tables[name].values())  # noqa: E731
     print(f"{'package':<28}{'mprun ms':>10}{'plain ms':>10}")
     names = sorted(tables["mprun"].keys() | tables["plain"].keys(), key=lambda n: -tables["mprun"].get(n, 0))
     for package in names[:25]:
         print(f"{package:<28}{tables['mprun'].get(package, 0):>10.0f}{tables['plain'].get(package, 0):>10.0f}")
-    print(f"{'all':<28}{total('mprun'):>10.0f}{total('plain'):>10.0f}")
+    total = {name: sum(table.values()) for name, table in tables.items()}
+    print(f"{'all':<28}{total['mprun']:>10.0f}{total['plain']:>10.0f}")
 
 
 def import_times(name: str) -> dict[str, float]:

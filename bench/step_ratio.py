@@ -61,8 +61,10 @@ def main() -> int:
     facts = about(threads=None if gpu else torch.get_num_threads(), device=gpu)
     print(about_text(facts))
     if args.json:
-        print(save("step_ratio", {"about": facts, "target": TARGET, "rounds": args.rounds, "steps": args.steps, "rows": rows}))
-    late = [f"{row['model']} {name}" for row in rows for name in ("bf16", "fp16_dynamic") if row["to_fp32"][name] > TARGET]
+        counts = {"rounds": args.rounds, "steps": args.steps}
+        print(save("step_ratio", {"about": facts, "target": TARGET, **counts, "rows": rows}))
+    judged = [(row, name) for row in rows for name in ("bf16", "fp16_dynamic")]
+    late = [f"{row['model']} {name}" for row, name in judged if row["to_fp32"][name] > TARGET]
     print(f"target {TARGET} times fp32: {'missed by ' + ', '.join(late) if late else 'met'}")
     return 0
 
@@ -94,7 +96,7 @@ def step_ms(words: list[str], *, steps: int) -> float:
         if status:
             raise SystemExit(f"step_ratio: mprun {' '.join(words)} ended with status {status}\n{quiet.getvalue()}")
         records = read_metrics(Path(folder, "run"))
-    values = [record["perf/step_ms"] for record in records if record["kind"] == "train"]
+    values: list[float] = [record["perf/step_ms"] for record in records if record["kind"] == "train"]
     return statistics.median(values[WARM_UP:] or values)
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from mprun.errors import ConfigError, MprunError
+from mprun.errors import ConfigError, MprunError, nearest
 
 COMMANDS = {
     "train": "one run (the default command); with -m a sweep",
@@ -90,7 +90,6 @@ def split(words: Sequence[str]) -> tuple[str, list[str]]:
             continue
         if word in COMMANDS:
             return word, [*words[:index], *words[index + 1 :]]
-        from mprun.config_check import nearest
 
         raise ConfigError(f"unknown command {word!r}: {nearest(word, COMMANDS)}")
     return "train", list(words)
@@ -104,4 +103,8 @@ def report(error: MprunError) -> None:
 
 def entry() -> None:
     """Console script: exits with the status of :func:`main`."""
+    # `python -m` looks for modules in the current folder, a console script does not; a user's own model may lie there.
+    # At the end, so that nothing there can stand in for an installed package.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
     sys.exit(main())

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config import Config
-from mprun.config_check import OPEN, nearest, to_config
-from mprun.errors import ConfigError, RecipeError
+from mprun.config_check import OPEN, to_config
+from mprun.data import check_dataset
+from mprun.errors import ConfigError, RecipeError, nearest
 from mprun.models.catalog import check_model
 from mprun.runs import slug
 
@@ -77,7 +78,10 @@ def register() -> None:
     """Give Hydra the schema and the resolvers. Safe to call again."""
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(name="schema", node=Config)
+    # Options like model=timm say `name: ???`, which OmegaConf takes only where the schema has no default either.
+    schema = Config()
+    schema.model.name = schema.dataset.name = MISSING
+    ConfigStore.instance().store(name="schema", node=schema)
     OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=True, replace=True)
     OmegaConf.register_new_resolver("slug", slug, replace=True)
 
@@ -141,6 +145,7 @@ def check(node: DictConfig, *, command: str, folder: str = "") -> Config:
     config = to_config(node)
     config.command = command
     check_model(config.model)
+    check_dataset(config.dataset)
     for holder, key in ((config.dataset, "root"), (config.model, "init")):
         if (path := getattr(holder, key)) is not None:
             setattr(holder, key, os.path.abspath(os.path.join(folder, os.path.expanduser(path))))

@@ -7,7 +7,6 @@ problem in one error, before anything is built or created.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
@@ -17,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config import Config, DType, Mode, ScaleKind
-from mprun.errors import ConfigError
+from mprun.errors import ConfigError, nearest
 
 # Free-form nodes: what they may hold is checked elsewhere (kwargs against the builder's signature).
 OPEN = ("model.kwargs", "dataset.kwargs", "optimizer.kwargs", "meta", "expect")
@@ -59,6 +58,9 @@ RANGES: dict[str, Rule] = {
     "schedule.warmup_steps": _at_least(0),
     "schedule.warmup_frac": _between(0, 1, closed=False),
     "schedule.final": _between(0, 1),
+    "schedule.decay_frac": _between(0, 1),
+    "schedule.gamma": _between(0, 1),
+    "schedule.milestones": ("fractions of the run, from 0 to 1", lambda v: all(0 <= fraction <= 1 for fraction in v)),
     "train.epochs": _at_least(1),
     "train.steps": _at_least(1),
     "train.batch_size": _at_least(1),
@@ -73,14 +75,6 @@ RANGES: dict[str, Rule] = {
     "train.keep": _at_least(0),
     "train.early_stop.patience": _at_least(1),
 }
-
-
-def nearest(name: str, legal: Iterable[str]) -> str:
-    """``did you mean 'x'?`` where something is near, and the legal names where they are few."""
-    names = sorted(set(legal))
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
-    hint = f"did you mean {' or '.join(repr(match) for match in close)}? " if close else ""
-    return f"{hint}legal: {', '.join(names)}" if len(names) <= 40 else hint or f"{len(names)} names are legal"
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -180,7 +174,5 @@ def _policy_problems(config: Config) -> Iterable[str]:
 
 
 def _other_problems(config: Config) -> Iterable[str]:
-    if config.schedule.warmup_steps is not None and config.schedule.warmup_frac is not None:
-        yield "schedule.warmup_steps and schedule.warmup_frac are both set: keep one, set the other to null"
     if not config.name.strip():
         yield "name is empty: give the experiment a name, or leave the key out"

@@ -15,6 +15,9 @@ Anything that is not an ``MprunError`` is a bug of ours and keeps its traceback.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
+
 
 class MprunError(Exception):
     """Base of every error that a user can cause or fix. ``exit_code`` is the status of the process."""
@@ -56,3 +59,14 @@ class RecipeError(MprunError):
     """A recipe file is malformed, or names code outside ``trust``."""
 
     exit_code = 2
+
+
+def nearest(word: str, legal: Collection[str]) -> str:
+    """The end of an error message about ``word``: the nearest legal word, if one is near, and all of them, if few.
+
+    >>> nearest("dpeth", ["depth", "width"])
+    "did you mean 'depth'? legal: depth, width"
+    """
+    close = difflib.get_close_matches(word, list(legal), n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return hint + (f"legal: {', '.join(legal) or 'none'}" if len(legal) <= 40 else f"{len(legal)} names are legal")

@@ -18,7 +18,8 @@ from mprun.runs import find_checkpoint, run_folder
 
 # What the saved state was made with: another value would not continue the run.
 FIXED = (
-    "seed", "model.name", "model.source", "model.kwargs", "model.init", "dataset.name", "dataset.source", "dataset.task", "dataset.kwargs", "dataset.augment", "dataset.limit",
+    "seed", "model.name", "model.source", "model.kwargs", "model.init",
+    "dataset.name", "dataset.source", "dataset.task", "dataset.kwargs", "dataset.augment", "dataset.limit",
     "optimizer.name", "train.batch_size", "train.accumulate", "train.shuffle", "train.drop_last",
 )  # fmt: skip
 

@@ -16,7 +16,6 @@ signature is *open*: anything is accepted here, and the builder has the last wor
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import importlib.util
 from collections.abc import Collection, Iterator, Mapping
@@ -25,7 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mprun.errors import ConfigError
+from mprun.errors import ConfigError, nearest
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Bases without an __init__, as written in a class statement; and where the one lives whose __init__ takes nothing.
@@ -95,17 +94,6 @@ def check_kwargs(target: str, given: Mapping[str, Any], *, key: str, reserved: C
             raise ConfigError(f"{key}.{name} is filled in by the runner and cannot be given{others}")
         if name not in legal and not signature.open:
             raise ConfigError(f"{key}.{name} is not a parameter of {_split(target)[1]}: {nearest(str(name), legal)}")
-
-
-def nearest(word: str, legal: Collection[str]) -> str:
-    """The end of an error message about ``word``: the nearest legal word, if one is near, and all of them, if few.
-
-    >>> nearest("dpeth", ["depth", "width"])
-    "did you mean 'depth'? legal: depth, width"
-    """
-    close = difflib.get_close_matches(word, legal, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return hint + (f"legal: {', '.join(legal) or 'none'}" if len(legal) <= 40 else f"{len(legal)} names are legal")
 
 
 def import_target(target: str, *, trust: Collection[str], key: str) -> Any:

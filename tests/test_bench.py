@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,17 +17,16 @@ BENCH = Path(__file__).resolve().parent.parent / "bench"
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
-    """``bench("name")`` imports a script of ``bench/``, with results kept in a folder of the test's own."""
+    """``bench("name")`` imports a script of ``bench/`` afresh, with results kept in a folder of the test's own."""
     monkeypatch.syspath_prepend(str(BENCH))
-    import common
-
+    for path in BENCH.glob("*.py"):
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    common = import_module("common")
     monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(common, "ROOT", tmp_path)
-
-    def load(name: str) -> ModuleType:
-        return __import__(name)
-
-    return load
+    yield import_module
+    for path in BENCH.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 def cell(model: str, precision: str, top1: list[float], **given: Any) -> dict[str, Any]:
@@ -37,9 +36,13 @@ def cell(model: str, precision: str, top1: list[float], **given: Any) -> dict[st
             "skips_each": [0] * len(top1), "examples_per_s": 1234.4, "peak_memory_bytes": 800 * 2**20, "train_s": 4.0, "about": about} | given  # fmt: skip
 
 
-@pytest.mark.parametrize("script", ["precision_table", "step_ratio", "startup", "optimizer_phase", "render", "plot_run", "fp16_kernels"])
+@pytest.mark.parametrize(
+    "script", ["precision_table", "step_ratio", "startup", "optimizer_phase", "render", "plot_run", "fp16_kernels"]
+)
 def test_every_bench_says_how_it_is_used(script):
-    done = subprocess.run([sys.executable, str(BENCH / f"{script}.py"), "--help"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(BENCH / f"{script}.py"), "--help"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
 
@@ -65,12 +68,15 @@ def test_a_block_is_replaced_and_the_rest_stays(bench, tmp_path):
     assert recipe.read_text() == "k: 1\n# <measured>\nexpect:\n  - a\n# </measured>\n"
 
 
-@pytest.mark.parametrize("text", ["no markers", "<!-- x --> <!-- /x --> <!-- x --> <!-- /x --> <!-- /x", "<!-- x --> open"])
-def test_missing_markers_are_an_error(bench, tmp_path, text):
+@pytest.mark.parametrize(
+    "text", ["no markers", "<!-- x --> never closed", "<!-- /x --> <!-- x -->", 2 * "<!-- x --><!-- /x -->"]
+)
+def test_missing_or_doubled_markers_are_an_error(bench, tmp_path, text):
     page = tmp_path / "page.md"
-    page.write_text(text.replace("open", ""))
-    with pytest.raises(ValueError, match="markers") if text.count("/x -->") != 2 else pytest.raises(ValueError, match="not once|markers"):
-        bench("common").block(page, "x")
+    page.write_text(text)
+    with pytest.raises(ValueError, match="must be there once each"):
+        bench("common").set_block(page, "x", "new")
+    assert page.read_text() == text
 
 
 def test_gaps_are_points_against_fp32_on_the_same_seeds(bench):
@@ -104,7 +110,10 @@ def test_a_recipe_s_expectation_is_yaml_with_the_measured_values(bench, tmp_path
 
     common, render = bench("common"), bench("render")
     assert OmegaConf.create(render.yaml_expect("vit/fp16_dynamic")) == {"expect": []}
-    common.save("precision_table", {"cells": {"vit/fp16_dynamic": cell("vit", "fp16_dynamic", [0.9611, 0.9722, 0.9755], skips_each=[1, 0, 2])}})
+    common.save(
+        "precision_table",
+        {"cells": {"vit/fp16_dynamic": cell("vit", "fp16_dynamic", [0.9611, 0.9722, 0.9755], skips_each=[1, 0, 2])}},
+    )
     found = OmegaConf.to_container(OmegaConf.create(render.yaml_expect("vit/fp16_dynamic")))
     assert isinstance(found, dict)
     first, second = found["expect"]

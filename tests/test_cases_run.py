@@ -65,14 +65,24 @@ def test_scale_growth_tracker_and_skip_count_come_back(folder, hysteresis):  # c
     assert (result()["steps_applied"], result()["steps_skipped"]) == (4, hysteresis)
     assert main([*GO_ON, "train.steps=5"]) == 0
     resumed = checkpoint()
-    assert resumed["counters"] == {"attempts": hysteresis + 6, "applied": 5, "skipped": hysteresis + 1, "nonfinite": 0, "empty": 0}
+    assert resumed["counters"] == {
+        "attempts": hysteresis + 6,
+        "applied": 5,
+        "skipped": hysteresis + 1,
+        "nonfinite": 0,
+        "empty": 0,
+    }
     assert main([*words, "train.steps=5"]) == 0
     assert different(checkpoint(), resumed) == []
 
 
-@pytest.mark.parametrize("keys", [["precision=fp32"], ["precision=fp16_dynamic", "precision.loss_scale.init=1048576"]], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(
+    "keys", [["precision=fp32"], ["precision=fp16_dynamic", "precision.loss_scale.init=1048576"]], ids=["fp32", "fp16"]
+)
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_resumed_run_sees_the_samples_and_ends_at_the_weights_of_the_unbroken_one(folder, monkeypatch, keys, workers):  # case C52
+def test_a_resumed_run_sees_the_samples_and_ends_at_the_weights_of_the_unbroken_one(
+    folder, monkeypatch, keys, workers
+):  # case C52
     """Shuffle, dropout, noise of three generators; 10 batches an epoch; stopped at 7 (inside) and 10 (the border), resumed to 25."""
     seen: list[tuple[int, ...]] = []
     inner = loop.train_step
@@ -113,7 +123,14 @@ def test_after_a_crash_every_step_counts_once(folder, monkeypatch):  # case C66
         raise ConnectionError("the power has gone")
 
     monkeypatch.setitem(case_code.ACCIDENTS, "crash", fail)
-    words = [*ROWS, "precision=fp32", "train.steps=12", "train.checkpoint_every=5", "train.eval_every=4", "dataset.kwargs.accident=crash"]
+    words = [
+        *ROWS,
+        "precision=fp32",
+        "train.steps=12",
+        "train.checkpoint_every=5",
+        "train.eval_every=4",
+        "dataset.kwargs.accident=crash",
+    ]
     # 1 sample to look at the data, 8 to observe the first batch, 8 a step; accidents are off when MPRUN_TEST_NO_ACCIDENT is set.
     with pytest.raises(ConnectionError):
         main([*words, f"dataset.kwargs.at={9 + 8 * 8 + 1}"])
@@ -124,7 +141,11 @@ def test_after_a_crash_every_step_counts_once(folder, monkeypatch):  # case C66
     assert everything == [(step, 0) for step in range(1, 9)] + [(step, 1) for step in range(6, 13)]
     counting = {record["step"]: record["segment"] for record in records("train", effective=True)}
     assert counting == {step: int(step > 5) for step in range(1, 13)}
-    assert [(record["step"], record["segment"]) for record in records("val", effective=True)] == [(4, 0), (8, 1), (12, 1)]
+    assert [(record["step"], record["segment"]) for record in records("val", effective=True)] == [
+        (4, 0),
+        (8, 1),
+        (12, 1),
+    ]
     (resumed,) = (record for record in records("event") if record["event"] == "resume")
     assert (resumed["resumed_from_step"], resumed["segment"]) == (5, 1)
     told = result()
@@ -188,7 +209,14 @@ def test_overrides_are_in_force_on_the_first_resumed_step(folder, capsys):  # ca
 
 
 def test_a_new_base_rate_scales_the_schedule_from_where_it_is(folder):  # case C55
-    words = [*TOY, "precision=fp32", "dataset.kwargs.values=[1.0]", "dataset.kwargs.repeat=8", "schedule=cosine", "train.steps=8"]
+    words = [
+        *TOY,
+        "precision=fp32",
+        "dataset.kwargs.values=[1.0]",
+        "dataset.kwargs.repeat=8",
+        "schedule=cosine",
+        "train.steps=8",
+    ]
     assert main([*words, "train.checkpoint_every=4", "train.keep=9", "optimizer.lr=0.2"]) == 0
     before = [record["train/lr"] for record in records("train")]
     (latest() / "checkpoints" / "last.pt").unlink()
@@ -199,7 +227,13 @@ def test_a_new_base_rate_scales_the_schedule_from_where_it_is(folder):  # case C
 
 
 def test_a_new_growth_interval_counts_the_saved_steps(folder):  # case C55
-    words = [*TOY, "precision=fp16_dynamic", "precision.loss_scale.init=1024", "dataset.kwargs.values=[0.1]", "dataset.kwargs.repeat=8"]
+    words = [
+        *TOY,
+        "precision=fp16_dynamic",
+        "precision.loss_scale.init=1024",
+        "dataset.kwargs.values=[0.1]",
+        "dataset.kwargs.repeat=8",
+    ]
     assert main([*words, "train.steps=2"]) == 0
     assert main([*GO_ON, "train.steps=3", "precision.loss_scale.growth_interval=3"]) == 0
     assert checkpoint()["scale"]["scale"] == 2048.0
@@ -232,7 +266,9 @@ def test_nan_and_absent_are_no_improvement_and_never_the_best(sequence, best, ep
 
 
 @pytest.mark.parametrize(("sequence", "best", "epoch", "stale"), SEQUENCES)
-def test_best_checkpoint_and_warnings_of_a_run_with_such_metrics(folder, monkeypatch, sequence, best, epoch, stale):  # case C57
+def test_best_checkpoint_and_warnings_of_a_run_with_such_metrics(
+    folder, monkeypatch, sequence, best, epoch, stale
+):  # case C57
     scores = iter(sequence)
 
     def scored(*_: Any) -> dict[str, float]:
@@ -240,7 +276,13 @@ def test_best_checkpoint_and_warnings_of_a_run_with_such_metrics(folder, monkeyp
         return {} if score is None else {"loss": score}
 
     monkeypatch.setattr(loop, "eval_step", scored)
-    words = [*TOY, "precision=fp32", "dataset.kwargs.values=[0.1,0.1]", f"train.epochs={len(sequence)}", "train.early_stop.metric=val/loss"]
+    words = [
+        *TOY,
+        "precision=fp32",
+        "dataset.kwargs.values=[0.1,0.1]",
+        f"train.epochs={len(sequence)}",
+        "train.early_stop.metric=val/loss",
+    ]
     assert main(words) == 0
     got = result()
     assert got["status"] == "ok"
@@ -259,9 +301,27 @@ def test_best_checkpoint_and_warnings_of_a_run_with_such_metrics(folder, monkeyp
 
 def test_nan_counts_for_early_stopping(folder, monkeypatch):  # case C57
     monkeypatch.setattr(loop, "eval_step", lambda *_: {"loss": NAN})
-    words = [*TOY, "precision=fp32", "dataset.kwargs.values=[0.1]", "train.epochs=50", "train.early_stop.metric=val/loss", "train.early_stop.patience=3"]
+    words = [
+        *TOY,
+        "precision=fp32",
+        "dataset.kwargs.values=[0.1]",
+        "train.epochs=50",
+        "train.early_stop.metric=val/loss",
+        "train.early_stop.patience=3",
+    ]
     assert main(words) == 0
     assert (result()["steps_applied"], result()["best"]) == (3, None)
+
+
+def test_the_accuracy_of_nan_is_not_the_share_of_class_0(folder, monkeypatch):  # case C57
+    """A model that answers NaN in evaluation "predicts" class 0 everywhere, which must not become the best top-1."""
+    forward = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: forward(self, x) * (1.0 if self.training else NAN))
+    assert main([*ROWS, "precision=fp32", "train.epochs=2"]) == 0
+    (first, second) = records("val")
+    assert all(math.isnan(record[key]) for record in (first, second) for key in ("val/loss", "val/top1"))
+    assert result()["best"] is None
+    assert not (latest() / "checkpoints" / "best.pt").exists()
 
 
 # --- names and paths -----------------------------------------------------------------------------------------------------------------
@@ -293,7 +353,9 @@ def elsewhere(folder):
 
 def call(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     own = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-m", "mprun", *words], cwd=cwd, env=own, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "mprun", *words], cwd=cwd, env=own, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize("how", [[], ["hydra.job.chdir=true"], ["-m"], ["-m", "hydra.job.chdir=true"]], ids=" ".join)
@@ -310,7 +372,13 @@ def test_relative_paths_mean_where_the_command_was_typed(elsewhere, how):  # cas
     assert (config.model.init, config.dataset.root) == (str(elsewhere / "init.pt"), str(elsewhere / "data"))
     assert result(run)["steps_applied"] == 3
     init = checkpoint(elsewhere / "first")["model"]
-    assert same({k: v for k, v in init.items() if "running" not in k and "num" not in k}, {k: v for k, v in checkpoint(run)["model"].items() if k in init and "running" not in k and "num" not in k}) == []
+    assert (
+        same(
+            {k: v for k, v in init.items() if "running" not in k and "num" not in k},
+            {k: v for k, v in checkpoint(run)["model"].items() if k in init and "running" not in k and "num" not in k},
+        )
+        == []
+    )
     written = {path for path in set(elsewhere.rglob("*")) - before if path != run and run not in path.parents}
     assert written == set(), "outside the run folder"
 
@@ -319,7 +387,9 @@ def test_relative_paths_mean_where_the_command_was_typed(elsewhere, how):  # cas
 def test_resume_by_a_relative_path_from_another_folder(elsewhere):  # case C62
     deeper = elsewhere / "a" / "b"
     deeper.mkdir(parents=True)
-    assert call(["-m", "resume=../../first", "trust=[tests]", "train.steps=4,5"], deeper).returncode != 0, "not a run from scratch"
+    assert call(["-m", "resume=../../first", "trust=[tests]", "train.steps=4,5"], deeper).returncode != 0, (
+        "not a run from scratch"
+    )
     assert not (deeper / "outputs/latest").exists()
     done = call(["resume=../../first", "trust=[tests]", "train.steps=4"], deeper)
     assert done.returncode == 0, done.stderr
@@ -333,10 +403,20 @@ def test_resume_by_a_relative_path_from_another_folder(elsewhere):  # case C62
 @pytest.mark.slow
 def test_failing_jobs_of_a_sweep_leave_the_others_alone(folder):  # case C64, as far as the basic sweep goes
     """Two of four diverge (lr 1e30 in FP32): the others complete, each folder says how its job ended, the exit status is not 0."""
-    words = [*ROWS, "-m", "precision=fp32", "train.steps=4", "optimizer=sgd", "optimizer.lr=0.1,1e30,0.01,1e35", "hydra.sweep.dir=sweep"]
+    words = [
+        *ROWS,
+        "-m",
+        "precision=fp32",
+        "train.steps=4",
+        "optimizer=sgd",
+        "optimizer.lr=0.1,1e30,0.01,1e35",
+        "hydra.sweep.dir=sweep",
+    ]
     done = call(words, folder)
     assert done.returncode == 1, done.stderr
-    status = {float(found["lr"]): found["status"] for found in map(_job, sorted((folder / "sweep").glob("*/result.json")))}
+    status = {
+        float(found["lr"]): found["status"] for found in map(_job, sorted((folder / "sweep").glob("*/result.json")))
+    }
     assert status == {0.1: "ok", 1e30: "diverged", 0.01: "ok", 1e35: "diverged"}
     for path in (folder / "sweep").glob("*/result.json"):
         found = json.loads(path.read_text())
@@ -351,7 +431,19 @@ def _job(path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("sweep", ["optimizer.lr=0.1,bad,0.01", "model=mlp,missing"])
 @pytest.mark.slow
 def test_a_value_that_no_job_could_run_with_is_told(folder, sweep):  # case C64, as far as the basic sweep goes
-    done = call(["-m", "model=mlp", "tracking=disabled", "device=cpu", "train.steps=1", "dataset.limit=64", sweep, "hydra.sweep.dir=sweep"], folder)
+    done = call(
+        [
+            "-m",
+            "model=mlp",
+            "tracking=disabled",
+            "device=cpu",
+            "train.steps=1",
+            "dataset.limit=64",
+            sweep,
+            "hydra.sweep.dir=sweep",
+        ],
+        folder,
+    )
     assert done.returncode != 0
     wrong = re.search(r"bad|missing", sweep)[0]
     assert wrong in done.stderr

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from mprun.config import Config
 from mprun.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {name: ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/semantics.md", "docs/metrics.md", "docs/numerics.md")}
+PAGES = {
+    name: ROOT / name
+    for name in ("README.md", "CONTRIBUTING.md", "docs/semantics.md", "docs/metrics.md", "docs/numerics.md")
+}
 README = PAGES["README.md"].read_text(encoding="utf-8")
 
 
@@ -30,9 +34,11 @@ README = PAGES["README.md"].read_text(encoding="utf-8")
 def render(monkeypatch):
     """``bench/render.py`` as a module; benches are scripts and import each other by bare name."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    import render
-
-    return render
+    for name in ("common", "render"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield import_module("render")
+    for name in ("common", "render"):
+        sys.modules.pop(name, None)
 
 
 def table_names(text: str, heading: str) -> set[str]:
@@ -85,7 +91,11 @@ def test_every_key_of_a_run_s_json_files_is_explained(tiny_run, file):
     keys = set(content if isinstance(content, dict) else content[0])
     page = PAGES["docs/metrics.md"].read_text(encoding="utf-8")
     rows = re.split(r"\n## ", page.partition(f"\n## `{file}`\n")[2])[0]
-    listed = {name for row in re.findall(r"^\| ([^|]*) \|", rows, flags=re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)}
+    listed = {
+        name
+        for row in re.findall(r"^\| ([^|]*) \|", rows, flags=re.MULTILINE)
+        for name in re.findall(r"`([^`]+)`", row)
+    }
     assert keys == listed
 
 
@@ -107,7 +117,12 @@ def test_every_file_of_the_run_folder_is_in_the_glossary(tiny_run):
 @pytest.mark.parametrize("name", PAGES)
 def test_every_key_that_is_mentioned_exists(name):
     text = PAGES[name].read_text(encoding="utf-8")
-    found = set(re.findall(r"(?<![\w/.])((?:model|dataset|precision|optimizer|schedule|train|tracking|numerics)\.[a-z0-9_.]*[a-z0-9_])", text))
+    found = set(
+        re.findall(
+            r"(?<![\w/.])((?:model|dataset|precision|optimizer|schedule|train|tracking|numerics)\.[a-z0-9_.]*[a-z0-9_])",
+            text,
+        )
+    )
     keys = {key for key in found if not key.endswith((".md", ".py"))}
     schema = OmegaConf.structured(Config)
     for key in keys:
@@ -149,8 +164,14 @@ def tree_paths() -> list[str]:
 def test_the_file_tree_is_the_real_one():
     paths = tree_paths()
     assert [path for path in paths if not (ROOT / path).exists()] == []
-    modules = {path.relative_to(ROOT).as_posix() for folder in ("mprun", "bench") for path in (ROOT / folder).rglob("*.py")}
-    silent = {path for path in modules if path.endswith("__init__.py") and not ast.get_docstring(ast.parse((ROOT / path).read_text()))}
+    modules = {
+        path.relative_to(ROOT).as_posix() for folder in ("mprun", "bench") for path in (ROOT / folder).rglob("*.py")
+    }
+    silent = {
+        path
+        for path in modules
+        if path.endswith("__init__.py") and not ast.get_docstring(ast.parse((ROOT / path).read_text()))
+    }
     assert modules - silent - set(paths) == set()
 
 
@@ -159,14 +180,19 @@ def test_the_file_tree_is_the_real_one():
 
 def test_the_formats_table_is_torch_s():
     page = PAGES["docs/numerics.md"].read_text(encoding="utf-8")
-    rows = {row.split("|")[1].strip(): row.split("|")[2:-1] for row in re.findall(r"^\| (?:FP16|BF16|FP32) \|.*$", page, flags=re.MULTILINE)}
+    rows = {
+        row.split("|")[1].strip(): row.split("|")[2:-1]
+        for row in re.findall(r"^\| (?:FP16|BF16|FP32) \|.*$", page, flags=re.MULTILINE)
+    }
     for name, dtype in (("FP16", torch.float16), ("BF16", torch.bfloat16), ("FP32", torch.float32)):
         facts = torch.finfo(dtype)
         exponent, mantissa = int(rows[name][0]), int(rows[name][1])
         assert 1 + exponent + mantissa == facts.bits
         largest, *powers = (cell.strip() for cell in rows[name][2:])
         assert float(largest) == pytest.approx(facts.max, rel=1e-3)
-        for cell, value in zip(powers, (facts.smallest_normal, facts.smallest_normal * facts.eps, facts.eps), strict=True):
+        for cell, value in zip(
+            powers, (facts.smallest_normal, facts.smallest_normal * facts.eps, facts.eps), strict=True
+        ):
             power, _, decimal = cell.partition(" = ")
             assert 2.0 ** int(power.removeprefix("2^")) == value
             assert float(decimal) == pytest.approx(value, rel=1e-3)
@@ -200,7 +226,10 @@ def test_shown_commands_are_legal(words, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(tmp_path))
     if words[0] not in COMMANDS:
         # A sweep's first job; a resumed run's other words.
-        words = ["validate", *(re.sub(r"^(\w+=[^,\[]+),.*", r"\1", word) for word in words if not word.startswith(("-m", "resume=")))]
+        words = [
+            "validate",
+            *(re.sub(r"^(\w+=[^,\[]+),.*", r"\1", word) for word in words if not word.startswith(("-m", "resume="))),
+        ]
     assert main(words) == 0, capsys.readouterr().err
     assert capsys.readouterr().out
     assert not Path("outputs").exists()
@@ -214,7 +243,11 @@ def test_the_readme_shows_enough_commands():
 
 def test_make_targets_that_are_shown_exist():
     rules = (ROOT / "Makefile").read_text()
-    shown = {target for page in PAGES.values() for target in re.findall(r"(?:^|`)make (\w+)", page.read_text(), flags=re.MULTILINE)}
+    shown = {
+        target
+        for page in PAGES.values()
+        for target in re.findall(r"(?:^|`)make (\w+)", page.read_text(), flags=re.MULTILINE)
+    }
     assert {"train", "test", "check"} <= shown
     assert all(re.search(rf"^{target}:", rules, flags=re.MULTILINE) for target in shown)
 
@@ -225,5 +258,7 @@ def test_no_command_is_promised_that_does_not_exist():
 
 
 def test_render_says_so_when_nothing_is_out_of_date():
-    done = subprocess.run([sys.executable, str(ROOT / "bench" / "render.py")], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "render.py")], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "")

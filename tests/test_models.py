@@ -225,7 +225,7 @@ def test_options_in_conf_are_the_models_and_the_sources() -> None:
 
 def test_tuned_settings_fit_the_schema() -> None:
     files = sorted((CONF / "tuned").glob("*.yaml"))
-    assert [path.stem for path in files] == ["mlp_digits", "resnet_digits", "vit_digits"]
+    assert [path.stem for path in files] == ["mlp_digits_adamw", "resnet_digits_adamw", "vit_digits_adamw"]
     for path in files:
         assert path.read_text().startswith("# @package _global_\n"), "Hydra reads the first line"
         OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))  # refuses unknown keys and wrong types

@@ -486,3 +486,13 @@ def test_pure_and_unscaled_announce_themselves(folder, capsys):
     for precision in ("fp16_pure", "bf16_pure", "fp16_unscaled"):
         assert main([*QUICK, f"precision={precision}", "train.epochs=1"]) == 0
         assert "negative control" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["vit", "timm"])
+def test_disabled_tracking_imports_no_wandb(folder, model):
+    """Also not by way of timm, which imports it wherever it is installed."""
+    name = ["model.name=test_resnet"] if model == "timm" else []
+    words = [*QUICK, f"model={model}", *name, "train.steps=1", "dataset.limit=128"]
+    code = "import sys; from mprun.cli import main; status = main(sys.argv[1:]); sys.exit(status or ('wandb' in sys.modules) * 9)"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

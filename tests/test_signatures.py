@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mprun.errors import ConfigError
-from mprun.signatures import check_kwargs, import_target, legal_kwargs, nearest, public_names
+from mprun.errors import ConfigError, nearest
+from mprun.signatures import check_kwargs, import_target, legal_kwargs, public_names
 
 Package = Callable[[dict[str, str]], str]
 

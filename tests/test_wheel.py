@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAIN = ["precision=fp16_dynamic", "model=mlp", "tracking=disabled", "device=cpu", "train.steps=2", "train.batch_size=32"]
+TRAIN = [
+    "precision=fp16_dynamic",
+    "model=mlp",
+    "tracking=disabled",
+    "device=cpu",
+    "train.steps=2",
+    "train.batch_size=32",
+]
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +29,9 @@ pytestmark = pytest.mark.slow
 def wheel(tmp_path_factory) -> Path:
     """The wheel, built without network from this checkout."""
     folder = tmp_path_factory.mktemp("dist")
-    subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)], check=True
+    )
     (built,) = folder.glob("mprun-*.whl")
     return built
 

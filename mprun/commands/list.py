@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mprun.compose import GROUPS, options
-from mprun.config_check import nearest
-from mprun.errors import ConfigError
+from mprun.errors import ConfigError, nearest
 
 
 def run(words: Sequence[str]) -> int:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from mprun.config import Config, DatasetConfig, DatasetSource, Task
 from mprun.data.base import Batch, Data, DataSpec, subseed
-from mprun.errors import ConfigError
-from mprun.signatures import check_kwargs, import_target, nearest
+from mprun.errors import ConfigError, nearest
+from mprun.signatures import check_kwargs, import_target
 
 if TYPE_CHECKING:
     import torch

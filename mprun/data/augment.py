@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mprun.errors import ConfigError
-from mprun.signatures import nearest
+from mprun.errors import ConfigError, nearest
 
 Augmentation = Callable[[Tensor, torch.Generator, float], Tensor]
 

@@ -15,9 +15,10 @@ from typing import Any, Protocol
 from torch import nn
 
 from mprun.config import ModelConfig, ModelSource
-from mprun.errors import ConfigError
+from mprun.errors import ConfigError, nearest
 from mprun.models.catalog import check_model, target_of
-from mprun.signatures import import_target, legal_kwargs, nearest
+from mprun.models.imports import no_wandb
+from mprun.signatures import import_target, legal_kwargs
 
 # torchvision's two networks with a second output in training, and an initialisation that they warn about.
 _TORCHVISION_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -72,7 +73,8 @@ def _mprun(config: ModelConfig, spec: InputSpec, trust: Collection[str]) -> Any:
 
 
 def _timm(config: ModelConfig, spec: InputSpec, trust: Collection[str]) -> Any:
-    import timm
+    with no_wandb():
+        import timm
 
     channels, *size = _image_shape(config, spec)
     follows: dict[str, Any] = {"in_chans": channels, "num_classes": spec.num_classes}

@@ -12,8 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from mprun.config import ModelConfig, ModelSource
-from mprun.errors import ConfigError
-from mprun.signatures import check_kwargs, nearest
+from mprun.errors import ConfigError, nearest
+from mprun.signatures import check_kwargs
 
 MODELS: dict[str, str] = {
     "vit": "mprun.models.vit:vit",

@@ -18,6 +18,7 @@ from typing import cast
 from torch import nn
 
 from mprun.errors import ConfigError
+from mprun.models.imports import no_wandb
 
 
 def vit(
@@ -67,7 +68,8 @@ def vit(
     if global_pool == "token" and not class_token:
         raise ConfigError("model.kwargs.global_pool=token needs model.kwargs.class_token=true")
 
-    from timm.models.vision_transformer import VisionTransformer  # two seconds: only where it is needed
+    with no_wandb():
+        from timm.models.vision_transformer import VisionTransformer  # two seconds: only where it is needed
 
     model = VisionTransformer(
         img_size=side,

@@ -40,8 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mprun.config_check import nearest
-from mprun.errors import ConfigError
+from mprun.errors import ConfigError, nearest
 
 Where = Literal["forward", "backward", "input"]
 

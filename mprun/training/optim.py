@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mprun.config import OptimizerConfig
-from mprun.config_check import nearest
-from mprun.errors import ConfigError
+from mprun.errors import ConfigError, nearest
 
 # Fused kernels that obey grad_scale and found_inf, with the arguments under which the fused update is not the plain one.
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")

@@ -22,8 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mprun.config import ScheduleConfig
-from mprun.errors import ConfigError
-from mprun.signatures import nearest
+from mprun.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)
@@ -137,14 +136,14 @@ def build_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
 
     Args:
         config: ``schedule.*``. The warm-up is ``warmup_steps``, or ``warmup_frac`` of the run rounded to whole steps,
-            or nothing.
+            or nothing; ``warmup_steps`` wins.
         total_steps: applied optimizer steps of the whole run, at least 1.
 
     Returns:
         A callable value.
 
     Raises:
-        ConfigError: an unknown name, a value out of its range, both kinds of warm-up, or a warm-up that leaves no
+        ConfigError: an unknown name, a value out of its range, or a warm-up that leaves no
             step after it (a one-step warm-up is none, and always fits).
 
     >>> build_schedule(ScheduleConfig(name="linear", warmup_frac=0.05), 100).warmup_steps
@@ -172,8 +171,6 @@ def build_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
 
 def _warmup_steps(config: ScheduleConfig, total_steps: int) -> int:
     """Steps of warm-up, from whichever of the two keys is given."""
-    if config.warmup_steps is not None and config.warmup_frac is not None:
-        raise ConfigError("schedule.warmup_steps and schedule.warmup_frac are both set; set one of them to null")
     if config.warmup_steps is not None and config.warmup_steps < 0:
         raise ConfigError(f"schedule.warmup_steps={config.warmup_steps} is negative")
     key = "warmup_frac" if config.warmup_steps is None else "warmup_steps"

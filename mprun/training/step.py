@@ -326,5 +326,6 @@ def eval_step(state: TrainState, policy: PrecisionPolicy, batches: Iterable[Batc
     n = max(int(count), 1)
     metrics = {"loss": float(total) / n if int(count) else float("nan")}
     if state.task is not Task.regression:
-        metrics["top1"] = int(hits) / n
+        # The argmax of NaN is class 0, which is right now and then: an evaluation that broke has no accuracy.
+        metrics["top1"] = float("nan") if metrics["loss"] != metrics["loss"] else int(hits) / n
     return metrics
