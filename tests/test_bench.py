@@ -132,18 +132,16 @@ def test_results_hold_no_path_and_no_host_name(bench):
 
 
 def test_the_contestants_of_the_optimizer_phase_agree(bench):
-    """``check`` compares parameters, and that a skipped step leaves parameters and shadows alone, bit for bit."""
+    """``check`` compares parameters and shadows, and that a skipped step leaves them alone, bit for bit."""
     phase = bench("optimizer_phase")
     device = torch.device("cpu")
-    contestants = {name: make(phase.make_model("mlp"), device) for name, make in
-                   (("plain", phase.Plain), ("mprun", phase.Ours), ("combined", phase.Combined))}  # fmt: skip
+    makers = {"plain": phase.Plain, "mprun": phase.Ours}
+    contestants = {name: make(phase.make_model("mlp"), device) for name, make in makers.items()}
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(p.shape, generator=generator) * 65536 for p in contestants["plain"].params]
     clock = phase.Clock(cuda=False)
     assert phase.check(contestants, grads, clock) < 1e-6
     assert contestants["mprun"].state.scale.scale.item() == 32768.0  # one overflow
-    shadows = zip(contestants["mprun"].shadows(), contestants["combined"].shadows(), strict=True)
-    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-8) for a, b in shadows)
     rows = phase.measure(contestants, grads, clock, rounds=2)
     assert rows["plain"]["to_plain"] == 1.0
     assert rows["mprun"]["total_ms"] > 0

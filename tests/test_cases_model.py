@@ -415,7 +415,14 @@ def test_evaluation_gives_the_model_back_as_it_was(make_state):  # case C43
 def test_how_often_one_evaluates_changes_no_bit(folder, precision):  # case C43
     weights = []
     for every in (2, 100_000):
-        words = [*ROWS, f"precision={precision}", "train.epochs=2", f"train.eval_every={every}", "train.ema.decay=0.9"]
+        words = [
+            *ROWS,
+            f"precision={precision}",
+            "train.epochs=2",
+            f"train.eval_every={every}",
+            "train.ema.decay=0.9",
+            "model.kwargs.restless=true",
+        ]
         assert main(words) == 0
         weights.append(checkpoint())
     for key in ("model", "masters", "ema"):

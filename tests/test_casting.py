@@ -72,7 +72,8 @@ def gradients(state, window) -> tuple[float, dict[str, torch.Tensor]]:
     def spy() -> None:
         for name, p in state.weights:
             if p.grad is not None:
-                caught[name] = p.grad.clone()
+                # A fused optimizer divides by the scale itself.
+                caught[name] = p.grad / (state.scale.scale if state.fused and state.loss_scale.active else 1)
         step()
 
     state.optimizer.step = spy

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 import mprun
+import mprun.training.loop as loop
 from mprun.cli import main
 from mprun.errors import CheckpointError, ConfigError
 from mprun.numerics.faults import Fault, inject
@@ -26,7 +28,7 @@ from mprun.training import checkpoint
 from mprun.training.blame import explain
 from mprun.training.step import APPLIED, NONFINITE_GRAD, NONFINITE_LOSS, OVERFLOW, train_step
 from tests import case_code
-from tests.case_code import ROWS
+from tests.case_code import ROWS, TOY
 from tests.conftest import BF16, FP16, REGRESSION, SGD, batch
 from tests.test_casting import MASTER, PURE, Net, Pair, net_batch
 from tests.test_run import same
@@ -34,6 +36,12 @@ from tests.test_run import same
 MODES = {"fp32": {}, "bf16": BF16, "fp16": FP16, "master": MASTER, "pure": PURE}
 INF, NAN = math.inf, math.nan
 REPOSITORY = Path(mprun.__file__).parents[1]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture(autouse=True)
@@ -341,6 +349,135 @@ def test_a_static_scale_stays_and_still_protects(make_state):
         assert train_step(state, window).read().applied
 
 
+# --- what the loop makes of them -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def faulty(folder, monkeypatch):
+    """``faulty(words, *faults)``: a whole run with faults in it. Returns its exit status and the sample ids of each attempt."""
+
+    def run(words: list[str], *faults: Fault) -> tuple[int, list[list[int]]]:
+        seen: list[list[int]] = []
+        with ExitStack() as stack:
+            injectors: list[Any] = []
+
+            def spy(state: Any, window: Any) -> Any:
+                if not injectors:
+                    injectors.append(stack.enter_context(inject(state.model, *faults)))
+                injectors[0].start_attempt()
+                seen.append([int(i) for batch in window for i in batch.ids])
+                return train_step(state, window)
+
+            monkeypatch.setattr(loop, "train_step", spy)
+            code = main(words)
+            struck = {strike[0] for strike in injectors[0].strikes}
+            assert struck == set(faults), "a fault that never struck proves nothing"
+        return code, seen
+
+    return run
+
+
+WINDOWS = [
+    *ROWS,
+    "train.epochs=1",
+    "train.accumulate=2",
+    "dataset.kwargs.n=80",
+    "precision=fp16_dynamic",
+    "precision.loss_scale.init=1024",
+]
+
+
+def test_retry_runs_the_same_window_until_it_fits(faulty):
+    """5 windows, the second of which overflows twice in its second micro-batch: 7 attempts, no sample lost."""
+    fault = Fault("4", attempt=2, micro_batch=1, times=2, where="backward", value=INF)
+    code, seen = faulty([*WINDOWS, "precision.loss_scale.on_overflow=retry"], fault)
+    assert code == 0
+    assert seen[1] == seen[2] == seen[3]
+    assert sorted(i for ids in (*seen[:2], *seen[4:]) for i in ids) == list(range(80))
+    got = case_code.result()
+    assert (got["steps_applied"], got["steps_skipped"], got["counters"]["attempts"], got["loss_scale"]) == (
+        5,
+        2,
+        7,
+        256.0,
+    )
+    assert case_code.checkpoint()["model"]["1.num_batches_tracked"].item() == 10, "each batch counted once"
+
+
+def test_retry_gives_the_window_up_at_the_floor(faulty):
+    """Once the scale is at its minimum, trying again would change nothing: the window is dropped, the next one comes."""
+    words = [*WINDOWS, "precision.loss_scale.on_overflow=retry", "precision.loss_scale.min=256"]
+    code, seen = faulty(words, Fault("4", attempt=1, micro_batch=None, times=4, where="backward", value=INF))
+    assert code == 0
+    assert seen[0] == seen[1] == seen[2] != seen[3] != seen[4]
+    got = case_code.result()
+    assert (got["steps_applied"], got["steps_skipped"], got["loss_scale"]) == (3, 4, 256.0)
+
+
+@pytest.mark.parametrize("times", [3, 4])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_patience_counts_skips_in_a_row(faulty, capsys, kind, times):
+    words = [*WINDOWS, f"precision=fp16_{kind}", "precision.loss_scale.init=1024", "precision.loss_scale.patience=4"]
+    code, _ = faulty(words, Fault("4", attempt=2, times=times, where="backward", value=INF))
+    got = case_code.result()
+    if times == 3:
+        assert (code, got["status"], got["steps_applied"], got["steps_skipped"]) == (0, "ok", 2, 3)
+    else:
+        assert (code, got["status"], got["steps_applied"], got["steps_skipped"]) == (1, "diverged", 1, 4)
+        err = capsys.readouterr().err
+        assert "step 2 (attempt 5): 4 steps in a row were skipped" in err
+        assert "precision.loss_scale.patience=4" in err
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_master"])
+def test_without_a_scale_a_bad_gradient_stops_the_run_and_moves_nothing(faulty, capsys, precision):
+    code, _ = faulty(
+        [*WINDOWS, f"precision={precision}", "train.checkpoint_every=1"],
+        Fault("0", attempt=3, micro_batch=1, where="backward"),
+    )
+    assert code == 1
+    err = capsys.readouterr().err
+    assert f"step 3 (attempt 3): a gradient is NaN or inf at precision={precision}" in err
+    # The fault was a passing one (a cosmic ray), and the replay says so instead of blaming a module.
+    assert "a second pass over the same batch stays finite" in err
+    got = case_code.result()
+    assert (got["status"], got["steps_applied"], got["counters"]["nonfinite"]) == ("diverged", 2, 1)
+    assert case_code.checkpoint()["step"] == 2
+
+
+def test_a_loss_that_is_nan_once_can_be_skipped(faulty):
+    code, _ = faulty([*WINDOWS, "precision.on_nonfinite_loss=skip"], Fault("0", attempt=2, micro_batch=0))
+    got = case_code.result()
+    assert (code, got["steps_applied"], got["counters"]["nonfinite"], got["steps_skipped"], got["loss_scale"]) == (
+        0,
+        4,
+        1,
+        0,
+        1024.0,
+    )
+    (skipped,) = case_code.records("skip")
+    assert (skipped["reason"], skipped["attempt"]) == ("nonfinite_loss", 2)
+
+
+def test_one_overflow_in_ten_is_reported_once_with_its_rate(faulty):
+    """5 % over 100 attempts after the first 100: below it a dynamic scale is only looking for its place."""
+    faults = [
+        Fault("", attempt=attempt, where="backward", value=INF) for attempt in (*range(10, 90, 3), *range(105, 205, 10))
+    ]
+    words = [
+        *TOY,
+        "precision=fp16_dynamic",
+        "precision.loss_scale.init=1",
+        "dataset.kwargs.values=[0.1]",
+        "dataset.kwargs.repeat=300",
+    ]
+    code, _ = faulty([*words, "precision.loss_scale.min=1"], *faults)
+    assert code == 0
+    (told,) = [record for record in case_code.records("event") if record["event"] == "warning"]
+    assert told["attempt"] == 200
+    assert told["message"].startswith("10% of the last 100 steps overflowed at loss scale 1")
+
+
 # --- the world outside ------------------------------------------------------------------------------------------------------
 
 
@@ -350,12 +487,6 @@ def mprun_command(words: list[str], **environment: str) -> subprocess.Popen[str]
     return subprocess.Popen(
         [sys.executable, "-m", "mprun", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=own
     )
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture

@@ -32,14 +32,21 @@ class Ema:
         decay = torch.full_like(n, self.decay)
         if self.warmup:
             decay = torch.minimum(decay, (1 + n) / (10 + n))
-        weight = torch.where(applied, 1 - decay, torch.zeros_like(decay)).float()
-        for name, tensor in named:
-            shadow = self.shadow[name]
-            if shadow.is_floating_point():
-                # torch.where and not lerp alone: lerp with weight 0 would turn -0 into +0, and NaN * 0 into NaN.
-                torch.where(applied, torch.lerp(shadow, _fp32(tensor), weight), shadow, out=shadow)
-            else:
+        weight = (1 - decay).float()
+        held = (~applied).float()
+        pairs = [(self.shadow[name], tensor) for name, tensor in named]
+        for shadow, tensor in pairs:
+            if not shadow.is_floating_point():
                 torch.where(applied, tensor, shadow, out=shadow)
+        floats = [(s, _laid_out_as(s, _fp32(t))) for s, t in pairs if s.is_floating_point() and s.numel()]
+        if floats:
+            shadows, truths = (list(column) for column in zip(*floats, strict=True))
+            # s - w (s - p) is a step of SGD on s with learning rate w, weight decay 1 and gradient -p. The fused kernel
+            # takes both w and the flag as tensors, and where the flag is set it leaves every bit alone.
+            torch._fused_sgd_(
+                shadows, truths, [], weight_decay=1.0, momentum=0.0, lr=weight, dampening=0.0, nesterov=False,
+                maximize=True, is_first_step=False, grad_scale=None, found_inf=held,
+            )  # fmt: skip
         self.updates += applied
 
     @contextmanager
@@ -65,6 +72,11 @@ class Ema:
 
 def _fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _laid_out_as(shadow: Tensor, tensor: Tensor) -> Tensor:
+    """``tensor`` with the strides of ``shadow``: a fused kernel walks through memory, so an expanded buffer needs a copy."""
+    return tensor if tensor.stride() == shadow.stride() else torch.empty_like(shadow).copy_(tensor)
 
 
 @torch.no_grad()

@@ -3,8 +3,8 @@
 A step consumes a window of k micro-batches::
 
     for each micro-batch:  forward -> FP32 loss / valid targets of the window -> times S -> backward (gradients add up)
-    divide by S -> finite? -> global norm -> clip on the true norm
-    finite:      optimizer step -> EMA -> learning-rate position
+    global norm (divided by S) -> finite? -> clip on the true norm
+    finite:      optimizer step on gradients times clip/S -> EMA -> learning-rate position
     not finite:  nothing moves: parameters, optimizer state, EMA, schedule, buffers are as before the window
     adjust S; gradients to None
 
@@ -159,7 +159,7 @@ def train_step(state: TrainState, window: Sequence[Batch]) -> StepResult:
         if done < len(window) and _lost(state, loss):
             break
     grads = _gradients(state)
-    norm, bad_grad = unscale(state, grads)
+    norm, bad_grad = gradient_norm(state, grads)
     verdict = judge(state, loss=loss, bad_grad=bad_grad, empty=valid == 0)
     lr = state.lr_table.take(state.applied.clamp(max=len(state.lr_table) - 1)) * state.base_lr
     optimizer_step(state, grads, norm=norm, lr=lr, verdict=verdict)
@@ -224,17 +224,15 @@ def summed_loss(output: Tensor, targets: Tensor, task: Task, *, label_smoothing:
     return total, (output.detach().argmax(-1) == labels).sum()
 
 
-def unscale(state: TrainState, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Divide the gradients by S in place. Returns their global norm (float32, 0-D) and whether any is non-finite (bool).
+def gradient_norm(state: TrainState, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The true global norm of the (still scaled) gradients, float32, 0-D, and whether any of them is non-finite (bool).
 
-    One pass divides and tests, so the test looks at the very numbers that will be applied; a second one reads the norm.
+    One pass serves both: a sum of squares is finite only if every term is, and then dividing by S and clipping gives finite
+    numbers too. (It is also infinite where the norm itself is beyond float32, above 1.8e19; that counts as non-finite.)
     """
-    found = torch.zeros((), device=state.device)
-    inverse = state.loss_scale.inverse(state.scale)
-    real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
-    for dtype in dict.fromkeys(grad.dtype for grad in real):
-        torch._amp_foreach_non_finite_check_and_unscale_([g for g in real if g.dtype == dtype], found, inverse)
-    return torch.nn.utils.get_total_norm([_wide(grad) for grad in real]), found > 0
+    scaled = torch.nn.utils.get_total_norm([_wide(grad) for grad in grads])
+    norm = scaled * state.loss_scale.inverse(state.scale) if state.loss_scale.active else scaled
+    return norm, ~scaled.isfinite()
 
 
 def judge(state: TrainState, *, loss: Tensor, bad_grad: Tensor, empty: Tensor) -> Verdict:
@@ -249,20 +247,28 @@ def judge(state: TrainState, *, loss: Tensor, bad_grad: Tensor, empty: Tensor) -
 
 @torch.no_grad()
 def optimizer_step(state: TrainState, grads: Sequence[Tensor], *, norm: Tensor, lr: Tensor, verdict: Verdict) -> None:
-    """Clip on the true norm and step, or leave everything as it is where the verdict says so."""
+    """Unscale, clip on the true norm and step, or leave everything as it is where the verdict says so.
+
+    Unscaling and clipping are one factor, clip/S. A fused kernel divides by its inverse on the way; otherwise it is one
+    multiplication. Without a scale the clip is that of ``clip_grad_norm_``, so that FP32 equals a plain loop bit for bit.
+    """
     optimizer = state.optimizer
     clip = None
     if state.clip_norm is not None:
         clip = (state.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-    if clip is not None and not (state.fused and state.loss_scale.active):
-        # Without a scale the clip is a product, as in clip_grad_norm_, so that FP32 equals a plain loop bit for bit.
+    divisor = None
+    if state.fused and state.loss_scale.active:
+        divisor = state.scale.scale if clip is None else state.scale.scale / clip
+    elif state.loss_scale.active:
+        inverse = state.loss_scale.inverse(state.scale)
+        torch._foreach_mul_(list(grads), inverse if clip is None else clip * inverse)
+    elif clip is not None:
         torch._foreach_mul_(list(grads), clip)
-        clip = None
     if state.fused:
         for group in optimizer.param_groups:
             group["lr"].copy_(lr)
         optimizer.found_inf = (~verdict.applied).float()  # type: ignore[attr-defined]
-        optimizer.grad_scale = None if clip is None else clip.reciprocal()  # type: ignore[attr-defined]
+        optimizer.grad_scale = divisor  # type: ignore[attr-defined]
         optimizer.step()
         return
     # No fused kernel: the one answer that the host needs, and the rate with it, in a single read.
@@ -290,7 +296,9 @@ def _gradients(state: TrainState) -> list[Tensor]:
 
 
 def _wide(grad: Tensor) -> Tensor:
-    """A norm summed in half would overflow at 65504; only ``pure`` mode has half gradients here."""
+    """A norm summed in half would overflow at 65504 (``pure`` mode); a complex number is a pair of real ones."""
+    if grad.is_complex():
+        return torch.view_as_real(grad)
     return grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
 
 
