@@ -48,7 +48,8 @@ def about_text(about: dict[str, Any]) -> str:
     """One line for people: ``commit abc1234, AMD EPYC, 2 cores; Python 3.11.7, torch 2.14.1``."""
     commit = f"commit {about['commit']}" + (" with uncommitted changes" if about["dirty"] else "")
     place = about.get("device") or f"{about['cpu']}, {about['cores']} cores"
-    threads = f", {about['threads']} threads" if about.get("threads") else ""
+    count = about.get("threads")
+    threads = f", {count} thread{'s' if count != 1 else ''}" if count else ""
     found = about["versions"]
     named = [f"{name} {found[name]}" for name in ("torch", "torchvision", "timm") if found.get(name)]
     tools = ", ".join([f"Python {found['python']}", *named])

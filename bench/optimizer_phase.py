@@ -248,7 +248,6 @@ def main() -> int:
     makers: dict[str, Callable[[nn.Module, torch.device], Contestant]] = {
         "plain": Plain,
         "mprun": Ours,
-        "combined": Combined,
     }
     contestants = {name: make(make_model(args.model).to(device), device) for name, make in makers.items()}
     generator = torch.Generator().manual_seed(1)

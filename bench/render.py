@@ -113,7 +113,9 @@ def markdown_picture() -> str:
     picture = load("picture")
     if picture is None:
         return NOT_MEASURED.format(command="python bench/precision_table.py --write")
-    command = " \\\n      ".join(["mprun", *picture["words"]])
+    words = picture["words"]
+    lines = [" ".join(words[at : at + 2]) for at in range(0, len(words), 2)]
+    command = "mprun " + " \\\n    ".join(lines)
     return (
         "![Loss, accuracy, and the loss scale with its skipped steps](docs/img/run.png)\n\n"
         "A loss scale that starts far too high, at 2^40, and may grow every 40 steps. "

@@ -78,7 +78,7 @@ def main() -> int:
                 cpu[name].append(processor)
     progress("")
     result: dict[str, Any] = {
-        "about": about(),
+        "about": about(threads=int(os.environ.get("OMP_NUM_THREADS", "0")) or None),
         "target": TARGET,
         "rounds": args.rounds,
         "wall_s": {name: statistics.median(values) for name, values in wall.items()},

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from mprun.commands import VALUED_FLAGS
 from mprun.errors import ConfigError, MprunError, nearest
 
 COMMANDS = {
@@ -86,11 +87,10 @@ def split(words: Sequence[str]) -> tuple[str, list[str]]:
         ConfigError: the first plain word is no command.
     """
     for index, word in enumerate(words):
-        if "=" in word or word.startswith(("-", "~", "+")):
+        if "=" in word or word.startswith(("-", "~", "+")) or (index and words[index - 1] in VALUED_FLAGS):
             continue
         if word in COMMANDS:
             return word, [*words[:index], *words[index + 1 :]]
-
         raise ConfigError(f"unknown command {word!r}: {nearest(word, COMMANDS)}")
     return "train", list(words)
 

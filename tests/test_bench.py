@@ -36,6 +36,7 @@ def cell(model: str, precision: str, top1: list[float], **given: Any) -> dict[st
             "skips_each": [0] * len(top1), "examples_per_s": 1234.4, "peak_memory_bytes": 800 * 2**20, "train_s": 4.0, "about": about} | given  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script", ["precision_table", "step_ratio", "startup", "optimizer_phase", "render", "plot_run", "fp16_kernels"]
 )

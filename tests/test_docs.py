@@ -53,6 +53,11 @@ def test_what_a_script_writes_is_up_to_date(render):
     assert render.stale() == [], "run: python bench/render.py --write"
 
 
+def test_a_block_that_is_out_of_date_is_noticed(render, monkeypatch):
+    monkeypatch.setattr(render, "blocks", lambda: {("README.md", "tree"): lambda: "another tree"})
+    assert render.stale() == ["README.md: tree"]
+
+
 # --- metrics and files ------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +216,8 @@ def test_the_examples_of_the_numerics_page_compute_what_they_say():
 
 def shown_commands() -> list[list[str]]:
     """The words after ``mprun`` of every command line in the README's shell blocks."""
-    lines = [line for block in re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL) for line in block.splitlines()]
+    blocks = re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("mprun ")]
 
 
@@ -257,8 +263,42 @@ def test_no_command_is_promised_that_does_not_exist():
     assert named <= COMMANDS.keys()
 
 
-def test_render_says_so_when_nothing_is_out_of_date():
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "render.py")], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "")
+def test_the_examples_of_the_help_are_legal(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--help"]) == 0
+    examples = re.search(r"\nexamples\n(.*?)\n\n", capsys.readouterr().out, flags=re.DOTALL)
+    assert examples is not None
+    lines = [shlex.split(re.split(r"\s{2,}", line.strip())[0])[1:] for line in examples[1].splitlines()]
+    assert len(lines) >= 5
+    for words in lines:
+        if words[0] not in COMMANDS:
+            kept = [word for word in words if not word.startswith(("-m", "resume="))]
+            words = ["validate", *(re.sub(r",.*", "", word) for word in kept)]
+        assert main(words) == 0, (words, capsys.readouterr().err)
+
+
+def test_hydra_s_own_flag_that_the_help_names_works(tmp_path):
+    command = [sys.executable, "-m", "mprun", "--cfg", "job", "precision=bf16"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "compute_dtype: bfloat16" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_sweep_has_one_folder(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "mprun",
+        "-m",
+        "precision=fp32,bf16",
+        "model=mlp",
+        "tracking=disabled",
+        "train.steps=1",
+        "device=cpu",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (sweep,) = (tmp_path / "outputs" / "sweeps").iterdir()
+    assert {path.name for path in sweep.iterdir()} == {"0", "1", "multirun.yaml"}

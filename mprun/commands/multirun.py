@@ -10,10 +10,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mprun.commands import VALUED_FLAGS
 from mprun.compose import check, check_words, options, prepare, register, translate, tree
 from mprun.errors import ConfigError, MprunError
-
-VALUED = {"--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp"}
 
 
 def run(words: Sequence[str]) -> int:
@@ -65,6 +64,6 @@ def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
             overrides.append(word)
             continue
         flags.append(word)
-        if word in VALUED:
+        if word in VALUED_FLAGS:
             flags += [value for value in [next(rest, None)] if value is not None]
     return flags, overrides
