@@ -136,7 +136,10 @@ def add_cell(model: str, precision: str, seeds: list[int]) -> None:
 
 
 def with_gaps(table: dict[str, Any]) -> dict[str, Any]:
-    """Fill in every cell's distance to FP32 on the same model and seeds, in points; null where there is none."""
+    """Cells in the grid's order, each with its distance to FP32 on the same model and seeds in points, or null."""
+    order = [f"{model}/{precision}" for model in MODELS for precision in PRECISIONS]
+    order += sorted(table["cells"].keys() - set(order))
+    table["cells"] = {name: table["cells"][name] for name in order if name in table["cells"]}
     for cell in table["cells"].values():
         base = table["cells"].get(f"{cell['model']}/fp32")
         same = base is not None and base["seeds"] == cell["seeds"]

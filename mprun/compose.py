@@ -174,7 +174,9 @@ def translate(error: BaseException, overrides: Sequence[str]) -> str:
         return f"{match[1]} has no value: set it with {match[1]}=..."
     key = given.lstrip("+").partition("=")[0]
     if key in NODE_SWITCH or "is not a group of keys" in text or "assign primitive" in text.lower():
-        return f"{given} is not legal: {key} is a group of keys; set its parts, such as {NODE_SWITCH.get(key, key + '.…')}"
+        return (
+            f"{given} is not legal: {key} is a group of keys; set its parts, such as {NODE_SWITCH.get(key, key + '.…')}"
+        )
     telling = re.compile("could not be converted|Invalid value|Cannot|must be")
     causes = [line.strip() for line in text.splitlines() if telling.search(line)]
     full = re.search(r"full_key: (\S+)", text)
@@ -215,7 +217,9 @@ def check_words(words: Sequence[str]) -> None:
             raise ConfigError(f"{word}: {group} has an option already; write {word.lstrip('+')}")
         if not parsed.is_sweep_override() and not isinstance(parsed.value(), str):
             value = word.partition("=")[2]
-            raise ConfigError(f"{word} is not an option of {group}: {nearest(value, options(group))} (see conf/{group}/)")
+            raise ConfigError(
+                f"{word} is not an option of {group}: {nearest(value, options(group))} (see conf/{group}/)"
+            )
 
 
 def _unknown_key(key: str) -> str:

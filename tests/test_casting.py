@@ -82,7 +82,10 @@ def gradients(state, window) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("mode", [FP16, MASTER], ids=["autocast", "master"])
-@pytest.mark.parametrize("rules", [[], ["shared"], ["embed"], ["head"], ["class:LayerNorm"], ["pair"], ["re:(first|pair.inner)"], ["bn"], ["**"]])
+@pytest.mark.parametrize(
+    "rules",
+    [[], ["shared"], ["embed"], ["head"], ["class:LayerNorm"], ["pair"], ["re:(first|pair.inner)"], ["bn"], ["**"]],
+)
 @pytest.mark.parametrize("frozen_bn", [False, True])
 def test_every_border_runs_and_gradients_match_fp32(make_state, mode, rules, frozen_bn):
     def build(**keys):
@@ -122,9 +125,13 @@ def test_inside_is_float32_and_outside_is_half_again(make_state):
     state = make_state(Net(), **MASTER, **{"precision.fp32_modules": ["pair", "head"]})
     for name in ("pair.inner", "first", "head", "norm", "shared"):
         module = state.model.get_submodule(name)
-        module.register_forward_hook(lambda m, args, out, name=name: seen.__setitem__(name, (m.weight.dtype, out.dtype)))
+        module.register_forward_hook(
+            lambda m, args, out, name=name: seen.__setitem__(name, (m.weight.dtype, out.dtype))
+        )
     outputs = []
-    state.model.pair.register_forward_hook(lambda m, args, out: outputs.append((out["y"].dtype, out["more"][0].dtype, out["more"][1].dtype)))
+    state.model.pair.register_forward_hook(
+        lambda m, args, out: outputs.append((out["y"].dtype, out["more"][0].dtype, out["more"][1].dtype))
+    )
     train_step(state, [net_batch()])
     f32, f16 = torch.float32, torch.float16
     assert seen["pair.inner"] == (f32, f32)
@@ -154,7 +161,9 @@ def test_hand_written_rms_norm_overflows_in_half_and_a_rule_cures_it(make_state,
     caught = {}
     for rules in ([], ["1"]):
         state = build(rules)
-        state.model.register_forward_hook(lambda m, a, out, rules=rules: caught.__setitem__(len(rules), out.detach().float()))
+        state.model.register_forward_hook(
+            lambda m, a, out, rules=rules: caught.__setitem__(len(rules), out.detach().float())
+        )
         _, grads = gradients(state, batch(x, torch.zeros(1, 4)))
     assert torch.equal(caught[0], torch.zeros(1, 4))
     torch.testing.assert_close(caught[1], torch.tensor([[-1.0, 1, 1, 1]]), rtol=1e-3, atol=1e-3)
@@ -219,7 +228,11 @@ def test_tied_parameters_have_one_master_and_stay_tied(make_state):
             return self.head(self.embed(ids))
 
     for rules in ([], ["head"]):
-        state = make_state(Tied(), **MASTER, **{"dataset.task": "language_model", "precision.fp32_modules": rules, "train.ema.decay": 0.5})
+        state = make_state(
+            Tied(),
+            **MASTER,
+            **{"dataset.task": "language_model", "precision.fp32_modules": rules, "train.ema.decay": 0.5},
+        )
         train_step(state, [batch(torch.arange(10)[None], torch.arange(10)[None])])
         assert state.model.head.weight is state.model.embed.weight
         assert len(state.params) == 1
@@ -274,7 +287,12 @@ def test_a_rule_that_matches_nothing_lists_near_names():
 def test_first_rule_wins_and_covers_what_is_inside():
     plan = {entry.path: entry for entry in make_plan(Net(), ["pair.inner", "pair", "class:Linear"], mode="master")}
     assert (plan["pair"].rule, plan["pair.inner"].rule, plan["pair.inner"].inner) == ("pair", "pair.inner", True)
-    assert (plan["head"].rule, plan["norm"].rule, plan["bn"].rule, plan["embed"].rule) == ("class:Linear", "norm", "norm", "mode")
+    assert (plan["head"].rule, plan["norm"].rule, plan["bn"].rule, plan["embed"].rule) == (
+        "class:Linear",
+        "norm",
+        "norm",
+        "mode",
+    )
 
 
 def test_a_forward_patched_onto_the_instance_is_refused():
@@ -290,7 +308,9 @@ def test_torchs_transformer_layers_evaluate_through_their_borders(make_state, mo
     """torch's fast path would hand FP32 norm weights and half activations to one fused call."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    model = nn.Sequential(nn.Linear(4, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Flatten(), nn.Linear(24, 3))
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Flatten(), nn.Linear(24, 3)
+    )
     state = make_state(model, **mode)
     window = batch(torch.randn(5, 3, 4), torch.randint(3, (5,)))
     train_step(state, [window])
@@ -310,7 +330,12 @@ def test_complex_parameters_train_unscaled_and_scaled(make_state):
 
     weights = {}
     for name, mode in (("fp32", {}), ("fp16", FP16), ("master", MASTER)):
-        state = make_state(Spectral(), **mode, **REGRESSION, **{"optimizer.lr": 1e-2, "train.clip_norm": 1.0, "optimizer.weight_decay": 0.0})
+        state = make_state(
+            Spectral(),
+            **mode,
+            **REGRESSION,
+            **{"optimizer.lr": 1e-2, "train.clip_norm": 1.0, "optimizer.weight_decay": 0.0},
+        )
         for _ in range(3):
             assert train_step(state, [batch(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5]]))]).read().applied
         weights[name] = state.model.w.detach().clone()

@@ -97,7 +97,9 @@ def test_off_words_switch_optional_keys_off(word):
     assert compose([f"train.ema={word}"]).config.train.ema.decay is None
 
 
-@pytest.mark.parametrize(("word", "value"), [("no", False), ("off", False), ("false", False), ("yes", True), ("on", True)])
+@pytest.mark.parametrize(
+    ("word", "value"), [("no", False), ("off", False), ("false", False), ("yes", True), ("on", True)]
+)
 def test_words_for_booleans_are_booleans(word, value):
     config = compose([f"train.ema.warmup={word}", f"train.shuffle={word}"]).config
     assert config.train.ema.warmup is value
@@ -143,7 +145,9 @@ def test_every_yaml_key_is_in_the_schema_and_every_range_names_a_key():
 
 def test_recipe_beats_defaults_and_the_command_line_beats_the_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("mine.yaml").write_text("# mine\ndefaults:\n  - override /precision: bf16\ntrain:\n  epochs: 7\n  batch_size: 5\n")
+    Path("mine.yaml").write_text(
+        "# mine\ndefaults:\n  - override /precision: bf16\ntrain:\n  epochs: 7\n  batch_size: 5\n"
+    )
     config = compose(["recipe=./mine.yaml", "train.batch_size=6"]).config
     assert (config.precision.name, config.train.epochs, config.train.batch_size) == ("bf16", 7, 6)
 
@@ -180,7 +184,9 @@ def test_commands_that_do_not_train_import_no_torch_and_are_quick(command, tmp_p
     best = 99.0
     for _ in range(3):
         begin = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, cwd=tmp_path, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, *command], capture_output=True, text=True, cwd=tmp_path, check=True
+        )
         best = min(best, time.perf_counter() - begin)
     assert json.loads(done.stdout.splitlines()[-1]) == [0, []], done.stderr
     assert best < 1.5

@@ -19,7 +19,9 @@ import torch
 from omegaconf import OmegaConf
 
 from mprun.cli import COMMANDS, main
+from mprun.compose import compose
 from mprun.config import Config
+from mprun.config_check import to_plain
 from mprun.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -178,6 +180,18 @@ def test_the_file_tree_is_the_real_one():
         if path.endswith("__init__.py") and not ast.get_docstring(ast.parse((ROOT / path).read_text()))
     }
     assert modules - silent - set(paths) == set()
+
+
+@pytest.mark.parametrize("model", ["vit", "resnet"])
+def test_a_digits_recipe_is_the_run_that_its_expectation_was_measured_with(model):
+    """``bench/precision_table.py`` measures the defaults of a model; a recipe spells them out and must not drift."""
+    recipe = to_plain(compose([f"recipe=digits/{model}_fp16"]).config)
+    measured = to_plain(compose([f"model={model}", "precision=fp16_dynamic"]).config)
+    assert recipe["meta"].keys() == {"title", "source"}
+    assert {key for key in recipe if recipe[key] != measured[key]} <= {"meta", "expect"}
+    for line in recipe["expect"]:
+        assert {"metric", "op", "value", "tolerance"} <= line.keys()
+        assert line["op"] in (">=", "<=")
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

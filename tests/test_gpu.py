@@ -44,7 +44,13 @@ def net_batch(device: torch.device):
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_steady_state_never_waits_for_the_device(cuda, mode, optimizer):
-    keys = {**mode, "optimizer.name": optimizer, "train.clip_norm": 1.0, "train.ema.decay": 0.99, "schedule.name": "cosine"}
+    keys = {
+        **mode,
+        "optimizer.name": optimizer,
+        "train.clip_norm": 1.0,
+        "train.ema.decay": 0.99,
+        "schedule.name": "cosine",
+    }
     config, make = build(cuda, Net(), **keys)
     with switches(config, cuda):
         state, window = make(), [net_batch(cuda)]
@@ -70,7 +76,9 @@ def test_gpu_follows_the_cpu(cuda, mode):
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-4 if not mode else 3e-2)
 
 
-@pytest.mark.parametrize(("target", "skips", "scale"), [(0.4, 0, 65536), (0.6, 1, 32768), (100, 8, 256), (40000, 17, 0.5)])
+@pytest.mark.parametrize(
+    ("target", "skips", "scale"), [(0.4, 0, 65536), (0.6, 1, 32768), (100, 8, 256), (40000, 17, 0.5)]
+)
 def test_overflow_happens_where_it_does_on_the_cpu(cuda, target, skips, scale):
     keys = {**FP16, **REGRESSION, **SGD, "optimizer.momentum": 0.0, "optimizer.lr": 0.0}
     config, make = build(cuda, toy(), **keys)

@@ -13,7 +13,17 @@ from mprun.training.step import train_step
 from tests.conftest import BF16, FP16
 from tests.test_casting import MASTER, PURE, Net, net_batch
 
-SYNCHRONISING = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "_assert_async", "masked_select", "unique", "equal", "is_same_size"}
+SYNCHRONISING = {
+    "_local_scalar_dense",
+    "item",
+    "is_nonzero",
+    "nonzero",
+    "_assert_async",
+    "masked_select",
+    "unique",
+    "equal",
+    "is_same_size",
+}
 
 
 class Count(TorchDispatchMode):
@@ -26,17 +36,27 @@ class Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        copies_to_host = name == "_to_copy" and (kwargs or {}).get("device") == torch.device("cpu") and args[0].device.type != "cpu"
+        copies_to_host = (
+            name == "_to_copy" and (kwargs or {}).get("device") == torch.device("cpu") and args[0].device.type != "cpu"
+        )
         if self.on and (name in SYNCHRONISING or copies_to_host):
             self.found[name] += 1
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("mode", [{}, BF16, FP16, MASTER, PURE], ids=["fp32", "bf16", "fp16", "master", "pure"])
-@pytest.mark.parametrize(("optimizer", "allowed"), [("adamw", 0), ("sgd", 0), ("adagrad", 0), ("rmsprop", 1), ("lamb", 1)])
+@pytest.mark.parametrize(
+    ("optimizer", "allowed"), [("adamw", 0), ("sgd", 0), ("adagrad", 0), ("rmsprop", 1), ("lamb", 1)]
+)
 def test_fifty_steps_without_a_host_read(make_state, mode, optimizer, allowed):
     """None with a fused optimizer, at most one a step otherwise; with clipping, EMA, a schedule, BatchNorm and skips."""
-    keys = {"optimizer.name": optimizer, "train.clip_norm": 1.0, "train.ema.decay": 0.99, "schedule.name": "cosine", "schedule.warmup_steps": 3}
+    keys = {
+        "optimizer.name": optimizer,
+        "train.clip_norm": 1.0,
+        "train.ema.decay": 0.99,
+        "schedule.name": "cosine",
+        "schedule.warmup_steps": 3,
+    }
     if mode in (FP16, MASTER, PURE):
         keys["precision.loss_scale.init"] = 2.0**22  # some steps overflow: a skip must not read either
     state = make_state(Net(), **{**mode, **keys})

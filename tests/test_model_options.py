@@ -29,7 +29,9 @@ class Block(nn.Module):
 def network(dropout: bool = True) -> nn.Module:
     torch.manual_seed(0)
     Block.p = 0.2 if dropout else 0.0
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Sequential(Block(), Block(), Block()), nn.Flatten(), nn.Linear(4 * 36, 10))
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.Sequential(Block(), Block(), Block()), nn.Flatten(), nn.Linear(4 * 36, 10)
+    )
 
 
 def images(seed: int):

@@ -35,7 +35,11 @@ def test_table_names_the_rule_that_won_and_nothing_moves(make_state):
     before = {name: value.clone() for name, value in state.model.state_dict().items()}
     random = torch.get_rng_state()
     rows = table(state)
-    assert (rows["pair"]["rule"], rows["pair.inner"]["rule"], rows["norm"]["rule"]) == ("pair", "pair", "class:LayerNorm")
+    assert (rows["pair"]["rule"], rows["pair.inner"]["rule"], rows["norm"]["rule"]) == (
+        "pair",
+        "pair",
+        "class:LayerNorm",
+    )
     assert rows["pair.inner"]["compute_dtype"] == rows["pair.inner"]["output_dtype"] == "float32"
     assert rows["head"]["rule"] == "mode:autocast"
     assert torch.equal(random, torch.get_rng_state())
@@ -59,7 +63,9 @@ class Stubborn(nn.Module):
 
 
 def test_a_model_that_leaves_the_policy_is_stopped(make_state):
-    with pytest.raises(PrecisionError, match=r"linear \(Linear\) computes in float32, .*float16.*fp32_modules=\[linear\]"):
+    with pytest.raises(
+        PrecisionError, match=r"linear \(Linear\) computes in float32, .*float16.*fp32_modules=\[linear\]"
+    ):
         table(make_state(Stubborn(torch.float32), **FP16))
     assert table(make_state(Stubborn(torch.float32), **FP16, **{"precision.fp32_modules": ["linear"]}))
     with pytest.raises(PrecisionError, match="computes in bfloat16"):

@@ -19,7 +19,15 @@ from mprun.cli import main
 from mprun.config_check import to_config
 from mprun.tracking.jsonl import read_metrics
 
-QUICK = ["model=mlp", "tracking=disabled", "device=cpu", "train.epochs=2", "train.batch_size=128", "dataset.limit=512", "train.log_every=1"]
+QUICK = [
+    "model=mlp",
+    "tracking=disabled",
+    "device=cpu",
+    "train.epochs=2",
+    "train.batch_size=128",
+    "dataset.limit=512",
+    "train.log_every=1",
+]
 
 # A dataset and a model of a user's own, for what the built-in ones cannot show.
 USER = """
@@ -111,7 +119,13 @@ def test_a_run_folder_keeps_its_contract(folder):
     got = result()
     assert {"status", "error", "steps_applied", "steps_skipped", "final", "best", "loss_scale", "wall_s", "train_s",
             "examples_per_s", "peak_memory", "wandb"} <= got.keys()  # fmt: skip
-    assert (got["status"], got["error"], got["steps_applied"], got["loss_scale"], got["wandb"]) == ("ok", None, 8, 65536.0, None)
+    assert (got["status"], got["error"], got["steps_applied"], got["loss_scale"], got["wandb"]) == (
+        "ok",
+        None,
+        8,
+        65536.0,
+        None,
+    )
     assert got["best"]["metric"] == "val/top1"
     assert 0.3 < got["final"]["val/top1"] <= 1.0
 
@@ -131,7 +145,20 @@ def test_a_run_folder_keeps_its_contract(folder):
     assert (linear["param_dtype"], linear["compute_dtype"], linear["output_dtype"]) == ("float32", "float16", "float16")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16_dynamic", "fp16_static", "fp16_unscaled", "fp16_master_dynamic", "bf16_master", "bf16_pure", "fp16_pure"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        "fp32",
+        "bf16",
+        "fp16_dynamic",
+        "fp16_static",
+        "fp16_unscaled",
+        "fp16_master_dynamic",
+        "bf16_master",
+        "bf16_pure",
+        "fp16_pure",
+    ],
+)
 def test_every_precision_trains(folder, precision):
     assert main([*QUICK, f"precision={precision}"]) == 0
     assert result()["status"] == "ok"
@@ -164,7 +191,11 @@ def test_two_runs_are_bit_identical_and_another_seed_is_not(folder):
 
 RESUME_CASES = {
     "fp32": ["precision=fp32"],
-    "fp16_skips": ["precision=fp16_dynamic", "precision.loss_scale.init=16777216", "precision.loss_scale.growth_interval=3"],
+    "fp16_skips": [
+        "precision=fp16_dynamic",
+        "precision.loss_scale.init=16777216",
+        "precision.loss_scale.growth_interval=3",
+    ],
     "accumulate": ["precision=fp16_dynamic", "train.accumulate=3", "train.ema.decay=0.9", "train.clip_norm=0.5"],
     "masters": ["precision=fp16_master_dynamic", "train.ema.decay=0.9", "precision.loss_scale.init=16777216"],
     "sgd_bf16": ["precision=bf16", "optimizer=sgd", "optimizer.lr=0.01"],
@@ -177,7 +208,15 @@ RESUME_CASES = {
 @pytest.mark.parametrize("stop", [3, 10])
 def test_resumed_equals_unbroken_bit_for_bit(folder, keys, workers, stop):
     """Stop in the middle of an epoch and at its end; 10 batches an epoch; dropout, BatchNorm and python/numpy/torch noise."""
-    words = [*USERS, *keys, f"dataset.workers={workers}", "schedule=cosine", "train.checkpoint_every=1", "train.keep=99", "train.steps=17"]
+    words = [
+        *USERS,
+        *keys,
+        f"dataset.workers={workers}",
+        "schedule=cosine",
+        "train.checkpoint_every=1",
+        "train.keep=99",
+        "train.steps=17",
+    ]
     assert main(words) == 0
     unbroken, whole = state_of(), latest()
     steps = {int(path.stem[5:]): path for path in (whole / "checkpoints").glob("step_*.pt")}
@@ -231,7 +270,18 @@ def test_more_epochs_at_resume_go_on_in_the_same_folder(folder):
 
 def test_overrides_at_resume_are_in_force(folder, capsys):
     assert main([*QUICK, "precision=fp32", "optimizer.lr=0.1", "schedule=constant"]) == 0
-    assert main(["resume=latest", "train.epochs=4", "optimizer.lr=0.01", "optimizer.weight_decay=0.1", "train.clip_norm=1e-3"]) == 0
+    assert (
+        main(
+            [
+                "resume=latest",
+                "train.epochs=4",
+                "optimizer.lr=0.01",
+                "optimizer.weight_decay=0.1",
+                "train.clip_norm=1e-3",
+            ]
+        )
+        == 0
+    )
     assert "optimizer.lr 0.1 -> 0.01" in capsys.readouterr().err
     records = [record for record in read_metrics(latest() / "metrics.jsonl") if record["kind"] == "train"]
     assert [record["train/lr"] for record in records] == [0.1] * 8 + [0.01] * 8
@@ -249,7 +299,9 @@ def test_overrides_that_would_make_another_run_are_refused_by_name(folder, capsy
     assert same(before, checkpoint()) == []
 
 
-@pytest.mark.parametrize(("target", "said"), [("runs/nope.pt", "no such file"), ("latest", "no run yet"), (".", "holds no checkpoint")])
+@pytest.mark.parametrize(
+    ("target", "said"), [("runs/nope.pt", "no such file"), ("latest", "no run yet"), (".", "holds no checkpoint")]
+)
 def test_missing_resume_target_is_an_error(folder, capsys, target, said):
     assert main([*QUICK, f"resume={target}"]) == 2
     assert said in capsys.readouterr().err
@@ -298,16 +350,32 @@ def test_nan_data_stops_the_run_and_names_the_sample(folder, capsys):
 
 
 def test_nan_data_can_be_skipped_and_is_counted(folder):
-    words = [*USERS, "dataset.kwargs.bad=7", "train.epochs=2", "precision=fp16_dynamic", "precision.on_nonfinite_loss=skip"]
+    words = [
+        *USERS,
+        "dataset.kwargs.bad=7",
+        "train.epochs=2",
+        "precision=fp16_dynamic",
+        "precision.on_nonfinite_loss=skip",
+    ]
     assert main(words) == 0
     got = result()
-    assert (got["status"], got["counters"]["nonfinite"], got["steps_applied"], got["loss_scale"]) == ("ok", 2, 18, 65536.0)
+    assert (got["status"], got["counters"]["nonfinite"], got["steps_applied"], got["loss_scale"]) == (
+        "ok",
+        2,
+        18,
+        65536.0,
+    )
     saved = checkpoint()
     assert all(torch.isfinite(value).all() for value in saved["model"].values())
 
 
 def test_patience_stops_a_run_that_only_skips(folder, capsys):
-    words = ["precision=fp16_static", "precision.loss_scale.max=1e30", "precision.loss_scale.init=1e30", "precision.loss_scale.patience=4"]
+    words = [
+        "precision=fp16_static",
+        "precision.loss_scale.max=1e30",
+        "precision.loss_scale.init=1e30",
+        "precision.loss_scale.patience=4",
+    ]
     assert main([*QUICK, *words]) == 1
     assert "4 steps in a row" in capsys.readouterr().err
     got = result()
@@ -315,7 +383,12 @@ def test_patience_stops_a_run_that_only_skips(folder, capsys):
 
 
 def test_retry_runs_the_same_batch_until_it_fits(folder):
-    words = ["precision=fp16_dynamic", "precision.loss_scale.max=1e12", "precision.loss_scale.init=1e12", "precision.loss_scale.on_overflow=retry"]
+    words = [
+        "precision=fp16_dynamic",
+        "precision.loss_scale.max=1e12",
+        "precision.loss_scale.init=1e12",
+        "precision.loss_scale.on_overflow=retry",
+    ]
     assert main([*QUICK, *words]) == 0
     got = result()
     assert got["steps_applied"] == 8  # no batch was lost
@@ -324,7 +397,12 @@ def test_retry_runs_the_same_batch_until_it_fits(folder):
 
 
 def test_skips_cost_no_applied_steps_when_steps_are_asked_for(folder):
-    words = ["precision=fp16_dynamic", "precision.loss_scale.max=1e12", "precision.loss_scale.init=1e12", "train.steps=9"]
+    words = [
+        "precision=fp16_dynamic",
+        "precision.loss_scale.max=1e12",
+        "precision.loss_scale.init=1e12",
+        "train.steps=9",
+    ]
     assert main([*QUICK, *words]) == 0
     assert result()["steps_applied"] == 9
     skips = [record for record in read_metrics(latest() / "metrics.jsonl") if record["kind"] == "skip"]
@@ -333,14 +411,36 @@ def test_skips_cost_no_applied_steps_when_steps_are_asked_for(folder):
 
 
 def test_early_stopping_and_best(folder):
-    assert main([*QUICK, "optimizer.lr=0", "train.epochs=50", "train.early_stop.metric=val/loss", "train.early_stop.patience=3"]) == 0
+    assert (
+        main(
+            [
+                *QUICK,
+                "optimizer.lr=0",
+                "train.epochs=50",
+                "train.early_stop.metric=val/loss",
+                "train.early_stop.patience=3",
+            ]
+        )
+        == 0
+    )
     got = result()
     assert got["steps_applied"] == 4 * 4  # the first evaluation is the best, then three without improvement
     assert "no better val/loss" in got["stopped"]
 
 
 def test_early_stopped_run_is_finished(folder, capsys):
-    assert main([*QUICK, "optimizer.lr=0", "train.epochs=50", "train.early_stop.metric=val/loss", "train.early_stop.patience=1"]) == 0
+    assert (
+        main(
+            [
+                *QUICK,
+                "optimizer.lr=0",
+                "train.epochs=50",
+                "train.early_stop.metric=val/loss",
+                "train.early_stop.patience=1",
+            ]
+        )
+        == 0
+    )
     assert main(["resume=latest"]) == 0
     assert "nothing to do" in capsys.readouterr().out
     assert main(["resume=latest", "train.early_stop.patience=2"]) == 0
@@ -355,9 +455,19 @@ def test_a_run_folder_cannot_bring_its_own_trust(folder, capsys):
 
 
 def test_another_way_to_compute_is_allowed_at_resume(folder):
-    words = ["model=vit", "train.epochs=1", "dataset.limit=128", "tracking=disabled", "device=cpu", "model.kwargs.depth=2"]
+    words = [
+        "model=vit",
+        "train.epochs=1",
+        "dataset.limit=128",
+        "tracking=disabled",
+        "device=cpu",
+        "model.kwargs.depth=2",
+    ]
     assert main(words) == 0
-    assert main(["resume=latest", "train.epochs=2", "model.activation_checkpointing=true", "model.channels_last=true"]) == 0
+    assert (
+        main(["resume=latest", "train.epochs=2", "model.activation_checkpointing=true", "model.channels_last=true"])
+        == 0
+    )
     assert result()["steps_applied"] == 4
 
 
@@ -371,7 +481,9 @@ def test_absent_early_stop_metric_warns_and_stops_without_best(folder):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signal_finishes_the_step_saves_and_exits(folder, number, code):
     words = [*QUICK, "train.epochs=100000", "precision=fp32"]
-    process = subprocess.Popen([sys.executable, "-m", "mprun", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mprun", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     metrics = Path("outputs/latest/metrics.jsonl")
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count('"val"') >= 2):
@@ -428,7 +540,19 @@ def test_model_init_starts_from_given_weights(folder, capsys):
     torch.save({"state_dict": Evil()}, "evil.pt")
     torch.save({key: value for key, value in list(truth.items())[1:]}, "short.pt")
     for name in (str(latest() / "checkpoints" / "last.pt"), "plain.pt", "nested.pt", "plain.safetensors"):
-        assert main([*QUICK, "precision=fp32", "optimizer.lr=0", "optimizer.weight_decay=0", f"model.init={name}", "train.epochs=1"]) == 0
+        assert (
+            main(
+                [
+                    *QUICK,
+                    "precision=fp32",
+                    "optimizer.lr=0",
+                    "optimizer.weight_decay=0",
+                    f"model.init={name}",
+                    "train.epochs=1",
+                ]
+            )
+            == 0
+        )
         assert same(truth, checkpoint()["model"]) == []
     before = set(Path("outputs").rglob("*"))
     for name, said in (("nope.pt", "no such file"), ("evil.pt", "more than tensors"), ("short.pt", "missing")):
@@ -460,7 +584,9 @@ def test_another_precision_at_resume_carries_the_fp32_truth_over(folder, first, 
         assert all(torch.equal(after["model"][name], master.to(half)) for name, master in after["masters"].items())
 
 
-@pytest.mark.parametrize(("first", "second"), [("fp16_pure", "fp32"), ("fp32", "bf16_pure"), ("bf16_pure", "fp16_pure")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("fp16_pure", "fp32"), ("fp32", "bf16_pure"), ("bf16_pure", "fp16_pure")]
+)
 def test_another_precision_is_refused_by_name_where_there_is_no_fp32_truth(folder, capsys, first, second):
     assert main([*QUICK, f"precision={first}"]) == 0
     assert main(["resume=latest", f"precision={second}", "train.epochs=3"]) == 2
@@ -472,7 +598,13 @@ def test_another_precision_is_refused_by_name_where_there_is_no_fp32_truth(folde
 def test_keep_retains_the_newest_steps_by_number_and_resume_takes_the_highest(folder):
     assert main([*QUICK, "train.epochs=3", "train.checkpoint_every=1", "train.keep=3", "precision=fp32"]) == 0
     folder_ = latest() / "checkpoints"
-    assert sorted(path.name for path in folder_.iterdir()) == ["best.pt", "last.pt", "step_10.pt", "step_11.pt", "step_12.pt"]
+    assert sorted(path.name for path in folder_.iterdir()) == [
+        "best.pt",
+        "last.pt",
+        "step_10.pt",
+        "step_11.pt",
+        "step_12.pt",
+    ]
     (folder_ / "last.pt").unlink()
     (folder_ / "step_9.pt").write_bytes((folder_ / "step_10.pt").read_bytes())  # 9 sorts after 12 as text
     os.utime(folder_ / "step_9.pt")

@@ -31,7 +31,9 @@ def test_trajectory_equals_grad_scaler(overflows, interval, init, growth, backof
     """The oracle is torch.amp.GradScaler itself, driven through a real optimizer with planted infinities."""
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
-    oracle = torch.amp.GradScaler("cpu", init_scale=init, growth_factor=growth, backoff_factor=backoff, growth_interval=interval)
+    oracle = torch.amp.GradScaler(
+        "cpu", init_scale=init, growth_factor=growth, backoff_factor=backoff, growth_interval=interval
+    )
     # Floor and ceiling out of the way: torch has neither.
     rule = LossScale("dynamic", init, growth, backoff, interval, min=1e-38, max=3e38, hysteresis=1)
     state = rule.start()

@@ -25,7 +25,9 @@ def network(seed: int = 0) -> nn.Module:
 
 def data(n: int = 50, size: int = 8, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(size, 12, generator=generator), torch.randint(5, (size,), generator=generator)) for _ in range(n)]
+    return [
+        (torch.randn(size, 12, generator=generator), torch.randint(5, (size,), generator=generator)) for _ in range(n)
+    ]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adam"])
@@ -33,7 +35,13 @@ def data(n: int = 50, size: int = 8, seed: int = 1) -> list[tuple[torch.Tensor, 
 def test_fp32_equals_a_plain_loop_bit_for_bit_over_50_steps(make_state, optimizer, clip):
     batches = data()
     extra = {"optimizer.momentum": 0.9} if optimizer == "sgd" else {}
-    keys = {"optimizer.name": optimizer, "optimizer.lr": 1e-2, "train.clip_norm": clip, "optimizer.weight_decay": 0.0, **extra}
+    keys = {
+        "optimizer.name": optimizer,
+        "optimizer.lr": 1e-2,
+        "train.clip_norm": clip,
+        "optimizer.weight_decay": 0.0,
+        **extra,
+    }
     state = make_state(network(), **keys)
     torch.manual_seed(7)
     for x, y in batches:
@@ -58,7 +66,12 @@ def test_fp32_equals_a_plain_loop_bit_for_bit_over_50_steps(make_state, optimize
 def test_fp16_equals_autocast_and_grad_scaler(make_state, clip):
     """Scale 2**16 and a growth every 5 steps: the same skips and scales, and weights equal to FP32 rounding."""
     batches = data(30)
-    keys = {"optimizer.lr": 1e-2, "train.clip_norm": clip, "optimizer.weight_decay": 0.0, "precision.loss_scale.growth_interval": 5}
+    keys = {
+        "optimizer.lr": 1e-2,
+        "train.clip_norm": clip,
+        "optimizer.weight_decay": 0.0,
+        "precision.loss_scale.growth_interval": 5,
+    }
     state = make_state(network(), **FP16, **keys)
     plain = network()
     loop = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
@@ -108,7 +121,9 @@ def test_k_micro_batches_equal_one_batch(k):
 
 @pytest.mark.parametrize("power", [0, 4, 10, 15])
 def test_clipping_is_independent_of_the_scale(make_state, power):
-    state = make_state(toy(), **FP16, **{**TOY, "optimizer.lr": 1.0, "train.clip_norm": 0.25, "precision.loss_scale.init": 2.0**power})
+    state = make_state(
+        toy(), **FP16, **{**TOY, "optimizer.lr": 1.0, "train.clip_norm": 0.25, "precision.loss_scale.init": 2.0**power}
+    )
     row = train_step(state, [toy_batch(0.25)]).read()
     assert row.grad_norm == 0.5
     assert state.model.weight.item() == pytest.approx(0.25, rel=1e-5)
@@ -148,7 +163,9 @@ def test_a_skipped_step_leaves_every_byte(make_state, optimizer):
         if window is bad:
             assert row.outcome == OVERFLOW
             assert before.keys() == after.keys()
-            assert all(torch.equal(before[key], after[key]) for key in before), [k for k in before if not torch.equal(before[k], after[k])]
+            assert all(torch.equal(before[key], after[key]) for key in before), [
+                k for k in before if not torch.equal(before[k], after[k])
+            ]
         else:
             assert row.applied
             assert not torch.equal(before["1.weight"], after["1.weight"])
@@ -179,7 +196,9 @@ def test_first_bad_micro_batch_ends_the_window(make_state):
 def test_learning_rate_counts_applied_steps(make_state):
     """Warm-up over 2 steps, cosine to 0 over 6, one skip in between: the schedule waits for the skipped step."""
     schedule = {"schedule.name": "cosine", "schedule.warmup_steps": 2}
-    state = make_state(toy(), steps=6, **FP16, **{**TOY, "optimizer.lr": 0.1, **schedule, "precision.loss_scale.init": 1024.0})
+    state = make_state(
+        toy(), steps=6, **FP16, **{**TOY, "optimizer.lr": 0.1, **schedule, "precision.loss_scale.init": 1024.0}
+    )
     rates = []
     for target in (0.1, 0.1, 1000.0, 0.1, 0.1):
         row = train_step(state, [toy_batch(target)]).read()

@@ -31,7 +31,19 @@ from mprun.training.state import HostCounters, Position, TrainState
 FORMAT = 1
 TMP_SUFFIX = ".tmp"
 # What a whole checkpoint holds beside what the loop adds.
-PARTS = {"mode", "policy", "model", "masters", "optimizer", "optimizer_groups", "scale", "ema", "counters", "position", "rng"}
+PARTS = {
+    "mode",
+    "policy",
+    "model",
+    "masters",
+    "optimizer",
+    "optimizer_groups",
+    "scale",
+    "ema",
+    "counters",
+    "position",
+    "rng",
+}
 
 
 def snapshot(state: TrainState, **extra: Any) -> dict[str, Any]:

@@ -145,7 +145,9 @@ def announcements(policy: PrecisionPolicy, scale: LossScale) -> list[str]:
             f"precision={policy.name} is a negative control: no FP32 masters, so updates below half an ulp of a weight are lost"
         )
     if policy.compute_dtype == torch.float16 and not scale.active:
-        lines.append(f"precision={policy.name} is a negative control: FP16 without a loss scale, gradients below 2^-25 become 0")
+        lines.append(
+            f"precision={policy.name} is a negative control: FP16 without a loss scale, gradients below 2^-25 become 0"
+        )
     return lines
 
 
@@ -265,7 +267,10 @@ def drain(run: Run) -> None:
             _raise_nonfinite(run, row, number, window)
         rate = run.skip_rate.add(number, row.outcome == OVERFLOW)
         if rate is not None:
-            warn(run, f"{rate:.0%} of the last 100 steps overflowed at loss scale {row.loss_scale:g}: {explain(state, window)}")
+            warn(
+                run,
+                f"{rate:.0%} of the last 100 steps overflowed at loss scale {row.loss_scale:g}: {explain(state, window)}",
+            )
         if row.consecutive_skips >= state.loss_scale.patience:
             _raise_patience(run, row, number, window)
 
