@@ -538,7 +538,7 @@ def test_model_init_starts_from_given_weights(folder, capsys):
     torch.save({"state_dict": truth}, "nested.pt")
     save_file(truth, "plain.safetensors")
     torch.save({"state_dict": Evil()}, "evil.pt")
-    torch.save({key: value for key, value in list(truth.items())[1:]}, "short.pt")
+    torch.save(dict(list(truth.items())[1:]), "short.pt")
     for name in (str(latest() / "checkpoints" / "last.pt"), "plain.pt", "nested.pt", "plain.safetensors"):
         assert (
             main(

@@ -50,8 +50,8 @@ def execute(config: Config, run_dir: Path, *, resume: Resume | None = None, comp
         state, data, plan = build(config, device)
         if saved is not None and resume is not None:
             checkpoint.restore(state, saved, path=resume.checkpoint)
-        from mprun.training.loop import Run, best_of, resume_log
         from mprun.training.metrics import Best
+        from mprun.training.run import Run, best_of, resume_log
 
         best = Best(**saved["best"]) if saved and saved["best"]["metric"] == best_of(config).metric else best_of(config)
         run = Run(config, state, data, plan, [], run_dir, best, metadata={"config": plain})

@@ -20,7 +20,7 @@ from mprun.precision.cpu_half import cpu_half_kernels, resolve
 from mprun.precision.policy import PrecisionPolicy, check_support, matmul_precision
 from mprun.training.checkpoint import load_init
 from mprun.training.env import resolve_device, seed_everything
-from mprun.training.loop import Plan, make_plan
+from mprun.training.run import Plan, make_plan
 from mprun.training.schedule import build_schedule
 from mprun.training.state import TrainState, build_state
 

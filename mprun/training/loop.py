@@ -11,103 +11,24 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
 import torch
 
-from mprun.config import Config, OnNonFiniteLoss, OnOverflow, Task
-from mprun.data.base import Batch, Data
-from mprun.errors import CheckpointError, ConfigError, LossScaleError, NonFiniteError
+from mprun.config import OnOverflow, Task
+from mprun.data.base import Batch
+from mprun.errors import CheckpointError, ConfigError
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.scaling import LossScale
-from mprun.tracking.base import Sink
 from mprun.training import checkpoint
-from mprun.training.blame import explain, input_overflow
 from mprun.training.env import capture_rng, peak_memory_bytes, restore_rng
-from mprun.training.metrics import Best, Means, SkipRate
-from mprun.training.state import TrainState
-from mprun.training.step import (
-    APPLIED,
-    EMPTY,
-    NONFINITE_GRAD,
-    NONFINITE_LOSS,
-    OVERFLOW,
-    StepResult,
-    StepRow,
-    eval_step,
-    train_step,
-)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How long a run is. ``steps`` (applied) ends it, or ``epochs`` where ``by_steps`` is false."""
-
-    batches_per_epoch: int
-    windows_per_epoch: int
-    steps: int
-    epochs: int
-    by_steps: bool
-
-
-@dataclass
-class Run:
-    """One run in progress: what the loop needs besides the state."""
-
-    config: Config
-    state: TrainState
-    data: Data
-    plan: Plan
-    sinks: Sequence[Sink]
-    run_dir: Path
-    best: Best
-    metadata: dict[str, Any] = field(default_factory=dict)
-    means: Means = field(default_factory=Means)
-    skip_rate: SkipRate = field(default_factory=SkipRate)
-    pending: list[tuple[list[Batch], StepResult]] = field(default_factory=list)
-    final: dict[str, float] = field(default_factory=dict)
-    last_row: StepRow | None = None
-    logged_step: int = 0
-    evaluated_step: int = -1
-    saved_step: int = -1
-    train_s: float = 0.0
-    wait_s: float = 0.0
-    window_s: float = 0.0
-    window_attempts: int = 0
-    window_examples: int = 0
-    examples: int = 0
-    stop_signal: int | None = None
-    told_inf_inputs: bool = False
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """How a run ended: ``status`` is ``ok`` or ``interrupted``; every other end is an exception."""
-
-    status: str
-    signal: int | None = None
-    reason: str | None = None
-
-
-def make_plan(config: Config, batches_per_epoch: int) -> Plan:
-    """Length of the run. The tail window of an epoch is a window of its own, so windows are rounded up."""
-    windows = math.ceil(batches_per_epoch / config.train.accumulate)
-    by_steps = config.train.steps is not None
-    steps = config.train.steps if config.train.steps is not None else config.train.epochs * windows
-    return Plan(batches_per_epoch, windows, steps, config.train.epochs, by_steps)
-
-
-def best_of(config: Config) -> Best:
-    """What "best" means: the early-stopping metric, else top-1 for classification, else the loss."""
-    metric = config.train.early_stop.metric
-    if metric is None:
-        metric = "val/top1" if config.dataset.task is Task.classification else "val/loss"
-    return Best(metric, "min" if "loss" in metric else "max")
+from mprun.training.outcomes import drain
+from mprun.training.run import Run, RunResult, emit, log_state, warn
+from mprun.training.step import OVERFLOW, eval_step, train_step
 
 
 def fit(run: Run) -> RunResult:
@@ -240,88 +161,6 @@ def _due(every: int | None, applied: int, last: int) -> bool:
     return every is not None and applied > 0 and applied % every == 0 and applied != last
 
 
-def drain(run: Run) -> None:
-    """Learn how the pending steps ended: count, record skips, raise what has to be raised."""
-    state, pending = run.state, run.pending
-    run.pending = []
-    first = state.counters.attempts - len(pending)
-    for number, (window, result) in enumerate(pending, start=first + 1):
-        row = result.read()
-        run.last_row = row
-        counters = state.counters
-        counters.applied = row.steps_applied
-        if row.outcome == APPLIED:
-            run.means.add(loss=row.loss, correct=row.correct, targets=row.valid_targets)
-        elif row.outcome == OVERFLOW:
-            counters.skipped += 1
-        elif row.outcome == EMPTY:
-            counters.empty += 1
-        else:
-            counters.nonfinite += 1
-        if row.outcome != APPLIED:
-            emit(run, _skip_record(run, row, number, window))
-        if row.inf_inputs and not run.told_inf_inputs:
-            run.told_inf_inputs = True
-            warn(run, f"step {row.steps_applied} (attempt {number}): {input_overflow(state, window)}")
-        if row.outcome in (NONFINITE_LOSS, NONFINITE_GRAD):
-            _raise_nonfinite(run, row, number, window)
-        rate = run.skip_rate.add(number, row.outcome == OVERFLOW)
-        if rate is not None:
-            warn(
-                run,
-                f"{rate:.0%} of the last 100 steps overflowed at loss scale {row.loss_scale:g}: {explain(state, window)}",
-            )
-        if row.consecutive_skips >= state.loss_scale.patience:
-            _raise_patience(run, row, number, window)
-
-
-def _skip_record(run: Run, row: StepRow, number: int, window: Sequence[Batch]) -> dict[str, Any]:
-    reasons = {OVERFLOW: "overflow", NONFINITE_LOSS: "nonfinite_loss", NONFINITE_GRAD: "nonfinite_grad", EMPTY: "empty"}
-    return {
-        "kind": "skip",
-        "step": row.steps_applied,
-        "attempt": number,
-        "reason": reasons[row.outcome],
-        "train/loss": row.loss,
-        "precision/loss_scale": row.loss_scale,
-        "precision/skipped_steps": run.state.counters.skipped,
-        "sample_ids": [int(i) for batch in window for i in batch.ids[:8]][:8],
-    }
-
-
-def _raise_nonfinite(run: Run, row: StepRow, number: int, window: Sequence[Batch]) -> None:
-    """Stop for a non-finite loss or gradient, unless a non-finite loss is to be skipped.
-
-    Raises:
-        NonFiniteError: names step, cause and the first non-finite tensor.
-    """
-    skip_losses = run.config.precision.on_nonfinite_loss is OnNonFiniteLoss["skip"]
-    if row.outcome == NONFINITE_LOSS and skip_losses and row.consecutive_skips < run.state.loss_scale.patience:
-        return
-    what = f"the loss is {row.loss}" if row.outcome == NONFINITE_LOSS else "a gradient is NaN or inf"
-    advice = ""
-    if row.outcome == NONFINITE_LOSS:
-        advice = "; precision.on_nonfinite_loss=skip drops such batches"
-        if skip_losses:
-            advice = (
-                f"; {row.consecutive_skips} steps in a row were skipped, "
-                f"which precision.loss_scale.patience={run.state.loss_scale.patience} forbids"
-            )
-    raise NonFiniteError(
-        f"step {row.steps_applied + 1} (attempt {number}): {what} at precision={run.state.policy.name}, "
-        f"loss scale {row.loss_scale:g}: {explain(run.state, window)}{advice}"
-    )
-
-
-def _raise_patience(run: Run, row: StepRow, number: int, window: Sequence[Batch]) -> None:
-    floor = " (its floor)" if row.loss_scale <= run.state.loss_scale.min else ""
-    raise LossScaleError(
-        f"step {row.steps_applied + 1} (attempt {number}): {row.consecutive_skips} steps in a row were skipped, the last at "
-        f"loss scale {row.loss_scale:g}{floor}, which precision.loss_scale.patience={run.state.loss_scale.patience} forbids: "
-        f"{explain(run.state, window)}"
-    )
-
-
 def end_epoch(run: Run, empty_before: int) -> None:
     """The border between epochs: evaluate and save where no step count says when."""
     state, train = run.state, run.config.train
@@ -413,7 +252,7 @@ def save(run: Run, name: str = "last.pt") -> None:
     if run.pending:
         drain(run)
     folder = run.run_dir / "checkpoints"
-    extra = {"best": asdict(run.best), "log": _log_state(run), **run.metadata}
+    extra = {"best": asdict(run.best), "log": log_state(run), **run.metadata}
     content = checkpoint.snapshot(run.state, **extra)
     try:
         checkpoint.save(content, folder / name)
@@ -424,43 +263,6 @@ def save(run: Run, name: str = "last.pt") -> None:
                 checkpoint.prune(folder, run.config.train.keep)
     except CheckpointError as error:
         warn(run, str(error))
-
-
-def _log_state(run: Run) -> dict[str, Any]:
-    """What logging needs to go on as if nothing had happened."""
-    return {
-        "means": asdict(run.means),
-        "logged_step": run.logged_step,
-        "evaluated_step": run.evaluated_step,
-        "train_s": run.train_s,
-        "examples": run.examples,
-    }
-
-
-def resume_log(run: Run, saved: dict[str, Any]) -> None:
-    """Put :func:`_log_state` back."""
-    run.means = Means(**saved["means"])
-    run.logged_step, run.evaluated_step = saved["logged_step"], saved["evaluated_step"]
-    run.train_s, run.examples = saved["train_s"], saved["examples"]
-    run.saved_step = run.state.counters.applied
-
-
-def warn(run: Run, message: str) -> None:
-    """A warning for people and for the metrics file."""
-    emit(run, {"kind": "event", "event": "warning", "message": message})
-
-
-def emit(run: Run, record: dict[str, Any]) -> None:
-    """Hand one record to every sink, with where the run stands filled in."""
-    counters = run.state.counters
-    full = {
-        "step": counters.applied,
-        "attempt": counters.attempts,
-        "epoch": run.state.position.epoch,
-        **record,
-    }
-    for sink in run.sinks:
-        sink.log(full)
 
 
 @contextmanager

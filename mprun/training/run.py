@@ -1,0 +1,119 @@
+"""One run in progress: its plan, its bookkeeping, and how it speaks to the sinks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mprun.config import Config, Task
+from mprun.data.base import Batch, Data
+from mprun.tracking.base import Sink
+from mprun.training.metrics import Best, Means, SkipRate
+from mprun.training.state import TrainState
+from mprun.training.step import StepResult, StepRow
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long a run is. ``steps`` (applied) ends it, or ``epochs`` where ``by_steps`` is false."""
+
+    batches_per_epoch: int
+    windows_per_epoch: int
+    steps: int
+    epochs: int
+    by_steps: bool
+
+
+@dataclass
+class Run:
+    """One run in progress: what the loop needs besides the state."""
+
+    config: Config
+    state: TrainState
+    data: Data
+    plan: Plan
+    sinks: Sequence[Sink]
+    run_dir: Path
+    best: Best
+    metadata: dict[str, Any] = field(default_factory=dict)
+    means: Means = field(default_factory=Means)
+    skip_rate: SkipRate = field(default_factory=SkipRate)
+    pending: list[tuple[list[Batch], StepResult]] = field(default_factory=list)
+    final: dict[str, float] = field(default_factory=dict)
+    last_row: StepRow | None = None
+    logged_step: int = 0
+    evaluated_step: int = -1
+    saved_step: int = -1
+    train_s: float = 0.0
+    wait_s: float = 0.0
+    window_s: float = 0.0
+    window_attempts: int = 0
+    window_examples: int = 0
+    examples: int = 0
+    stop_signal: int | None = None
+    told_inf_inputs: bool = False
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended: ``status`` is ``ok`` or ``interrupted``; every other end is an exception."""
+
+    status: str
+    signal: int | None = None
+    reason: str | None = None
+
+
+def make_plan(config: Config, batches_per_epoch: int) -> Plan:
+    """Length of the run. The tail window of an epoch is a window of its own, so windows are rounded up."""
+    windows = math.ceil(batches_per_epoch / config.train.accumulate)
+    by_steps = config.train.steps is not None
+    steps = config.train.steps if config.train.steps is not None else config.train.epochs * windows
+    return Plan(batches_per_epoch, windows, steps, config.train.epochs, by_steps)
+
+
+def best_of(config: Config) -> Best:
+    """What "best" means: the early-stopping metric, else top-1 for classification, else the loss."""
+    metric = config.train.early_stop.metric
+    if metric is None:
+        metric = "val/top1" if config.dataset.task is Task.classification else "val/loss"
+    return Best(metric, "min" if "loss" in metric else "max")
+
+
+def log_state(run: Run) -> dict[str, Any]:
+    """What logging needs to go on as if nothing had happened."""
+    return {
+        "means": asdict(run.means),
+        "logged_step": run.logged_step,
+        "evaluated_step": run.evaluated_step,
+        "train_s": run.train_s,
+        "examples": run.examples,
+    }
+
+
+def resume_log(run: Run, saved: dict[str, Any]) -> None:
+    """Put :func:`log_state` back."""
+    run.means = Means(**saved["means"])
+    run.logged_step, run.evaluated_step = saved["logged_step"], saved["evaluated_step"]
+    run.train_s, run.examples = saved["train_s"], saved["examples"]
+    run.saved_step = run.state.counters.applied
+
+
+def warn(run: Run, message: str) -> None:
+    """A warning for people and for the metrics file."""
+    emit(run, {"kind": "event", "event": "warning", "message": message})
+
+
+def emit(run: Run, record: dict[str, Any]) -> None:
+    """Hand one record to every sink, with where the run stands filled in."""
+    counters = run.state.counters
+    full = {
+        "step": counters.applied,
+        "attempt": counters.attempts,
+        "epoch": run.state.position.epoch,
+        **record,
+    }
+    for sink in run.sinks:
+        sink.log(full)
