@@ -32,7 +32,7 @@ from mprun.config import Config
 from mprun.config_check import to_config
 from mprun.training.schedule import build_schedule
 from mprun.training.state import TrainState, build_state
-from mprun.training.step import gradient_norm, judge, optimizer_step
+from mprun.training.step import WindowSums, gradient_norm, judge, optimizer_step
 
 TARGET = 0.8
 CLIP, DECAY, SCALE, LR, WEIGHT_DECAY = 1.0, 0.999, 65536.0, 1e-3, 0.05
@@ -128,14 +128,15 @@ class Ours(Contestant):
         super().__init__(model)
         self.state = build(model, device)
         self.loss = torch.zeros((), device=device)
-        self.empty = torch.zeros((), dtype=torch.bool, device=device)
+        no, one = torch.zeros((), dtype=torch.bool, device=device), torch.ones((), dtype=torch.int64, device=device)
+        self.sums = WindowSums(self.loss, one, one, no, no, one, 1)
 
     def run(self, clock: Clock) -> None:
         """The calls of ``train_step`` after backward."""
         state = self.state
         norm, bad_grad = gradient_norm(state, self.grads)
         clock.part("norm")
-        verdict = judge(state, loss=self.loss, bad_grad=bad_grad, empty=self.empty)
+        verdict = judge(state, self.sums, bad_grad)
         clock.part("verdict")
         optimizer_step(state, self.grads, norm=norm, lr=torch.full_like(norm, LR).double(), verdict=verdict)
         clock.part("clip and AdamW")

@@ -33,7 +33,8 @@ OFF_WORDS = {"no", "off", "false", "none", "null"}
 OPTIONAL = {
     "train.clip_norm", "train.ema.decay", "train.early_stop.metric", "train.steps", "train.eval_every",
     "train.checkpoint_every", "dataset.augment", "dataset.limit", "dataset.root", "schedule.warmup_steps",
-    "schedule.warmup_frac", "precision.eval_dtype", "resume", "model.init", "tracking.group", "tracking.entity",
+    "schedule.warmup_frac", "precision.eval_dtype", "optimizer.momentum", "optimizer.betas", "optimizer.eps",
+    "resume", "model.init", "tracking.group", "tracking.entity",
 }  # fmt: skip
 NODE_SWITCH = {"train.ema": "train.ema.decay", "train.early_stop": "train.early_stop.metric"}
 GROUPS = ("model", "dataset", "precision", "optimizer", "schedule", "train", "tracking", "recipe")

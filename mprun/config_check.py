@@ -15,11 +15,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mprun.config import Config, DType, Mode, ScaleKind
+from mprun.config import Config, DType, Mode, OnOverflow, ScaleKind, Task
 from mprun.errors import ConfigError, nearest
 
 # Free-form nodes: what they may hold is checked elsewhere (kwargs against the builder's signature).
 OPEN = ("model.kwargs", "dataset.kwargs", "optimizer.kwargs", "meta", "expect")
+
+SCHEDULES = ("constant", "cosine", "linear", "wsd", "step")
+METRICS = ("val/loss", "val/top1", "ema/loss", "ema/top1")
 
 Rule = tuple[str, Callable[[Any], bool]]
 
@@ -38,13 +41,16 @@ def _between(low: float, high: float, *, closed: bool = True) -> Rule:
     return f"from {low:g} to below {high:g}", lambda v: low <= v < high
 
 
+# What float32 can hold as a normal number, whose inverse is one too.
+_SCALE: Rule = ("a finite number above 0 (from 2**-126 to 2**126)", lambda v: 2.0**-126 <= v <= 2.0**126)
+
 RANGES: dict[str, Rule] = {
     "seed": ("a whole number from 0 to 2**63 - 1", lambda v: 0 <= v < 2**63),
     "dataset.workers": _at_least(0),
     "dataset.limit": _at_least(1),
-    "precision.loss_scale.init": _positive("a finite number above 0"),
-    "precision.loss_scale.min": _positive("a finite number above 0"),
-    "precision.loss_scale.max": _positive("a finite number above 0"),
+    "precision.loss_scale.init": _SCALE,
+    "precision.loss_scale.min": _SCALE,
+    "precision.loss_scale.max": _SCALE,
     "precision.loss_scale.growth_factor": ("a finite number above 1", lambda v: math.isfinite(v) and v > 1),
     "precision.loss_scale.backoff_factor": ("above 0 and below 1", lambda v: 0 < v < 1),
     "precision.loss_scale.growth_interval": _at_least(1),
@@ -54,7 +60,10 @@ RANGES: dict[str, Rule] = {
     "optimizer.weight_decay": ("a finite number from 0 up", lambda v: math.isfinite(v) and v >= 0),
     "optimizer.momentum": _between(0, 1, closed=False),
     "optimizer.eps": _positive("a finite number above 0"),
-    "optimizer.betas": ("numbers from 0 to below 1", lambda v: all(0 <= beta < 1 for beta in v)),
+    "optimizer.betas": (
+        "two or three numbers from 0 to below 1",
+        lambda v: 2 <= len(v) <= 3 and all(0 <= b < 1 for b in v),
+    ),
     "schedule.warmup_steps": _at_least(0),
     "schedule.warmup_frac": _between(0, 1, closed=False),
     "schedule.final": _between(0, 1),
@@ -138,6 +147,11 @@ def _range_problems(config: Config) -> Iterable[str]:
 
 def _scale_problems(config: Config) -> Iterable[str]:
     scale = config.precision.loss_scale
+    if scale.on_overflow is OnOverflow.retry and scale.kind is not ScaleKind.dynamic:
+        yield (
+            f"precision.loss_scale.on_overflow=retry with kind={scale.kind.value}: a scale that cannot fall would run the same "
+            "batch for ever; use kind=dynamic, or on_overflow=skip"
+        )
     if scale.kind is ScaleKind.none:
         return
     if scale.min > scale.max:
@@ -174,5 +188,12 @@ def _policy_problems(config: Config) -> Iterable[str]:
 
 
 def _other_problems(config: Config) -> Iterable[str]:
+    if config.schedule.name not in SCHEDULES:
+        yield f"schedule.name={config.schedule.name} is unknown: {nearest(config.schedule.name, SCHEDULES)}"
+    if config.train.early_stop.metric is not None and config.train.early_stop.metric not in METRICS:
+        metric = config.train.early_stop.metric
+        yield f"train.early_stop.metric={metric} is never measured: {nearest(metric, METRICS)}"
+    if config.train.label_smoothing and config.dataset.task is Task.regression:
+        yield "train.label_smoothing spreads a target over classes: it has no meaning for dataset.task=regression; set it to 0"
     if not config.name.strip():
         yield "name is empty: give the experiment a name, or leave the key out"

@@ -12,7 +12,8 @@ from mprun.cli import main
 from mprun.precision.policy import PrecisionPolicy
 from mprun.training.blame import explain
 from mprun.training.ema import Ema
-from mprun.training.step import APPLIED, NONFINITE_LOSS, eval_step, train_step
+from mprun.training.result import APPLIED, NONFINITE_LOSS
+from mprun.training.step import eval_step, train_step
 from tests import case_code
 from tests.case_code import ROWS, TOY, TRUST, checkpoint, latest, records, result
 from tests.conftest import BF16, CPU, FP16, REGRESSION, SGD, batch, toy, toy_batch

@@ -16,9 +16,10 @@ from torch import nn
 
 from mprun.cli import main
 from mprun.training.build import switches
+from mprun.training.result import APPLIED, EMPTY, NONFINITE_GRAD, NONFINITE_LOSS, OVERFLOW
 from mprun.training.schedule import build_schedule
 from mprun.training.state import build_state
-from mprun.training.step import APPLIED, EMPTY, NONFINITE_GRAD, NONFINITE_LOSS, OVERFLOW, train_step
+from mprun.training.step import train_step
 from tests.case_code import TOY, checkpoint, records, result
 from tests.conftest import BF16, CPU, FP16, REGRESSION, SGD, batch, make_config, toy, toy_batch
 from tests.test_casting import MASTER

@@ -359,3 +359,26 @@ def test_sparse_gradients_are_refused_by_name(make_state):
     state = make_state(Sparse(), **{"optimizer.name": "sgd"})
     with pytest.raises(ConfigError, match=r"table.weight is sparse.*sparse=False"):
         train_step(state, [batch(torch.arange(4), torch.tensor([0, 1, 2, 0]))])
+
+
+def test_tied_parameters_spread_fp32_through_a_chain():
+    a, b, c = nn.Linear(4, 4, bias=False), nn.Bilinear(4, 4, 4, bias=False), nn.Linear(4, 4)
+    model = nn.ModuleDict({"c": c, "b": b, "a": a})
+    b.extra, b.shared = a.weight, c.weight
+    plan = {entry.path: entry for entry in make_plan(model, ["a"], mode="master")}
+    assert plan["b"].fp32
+    assert plan["c"].fp32
+
+
+def test_evaluation_in_half_keeps_the_fp32_rules_of_an_fp32_run(make_state):
+    state = make_state(Net(), **{"precision.eval_dtype": "float16", "precision.fp32_modules": ["head"]})
+    seen = {}
+    for name in ("first", "head"):
+        state.model.get_submodule(name).register_forward_hook(
+            lambda m, a, out, name=name: seen.__setitem__(name, out.dtype)
+        )
+    from mprun.config import DType
+
+    with torch.no_grad():
+        state.run_forward(net_batch().inputs, state.policy.for_eval(DType.float16))
+    assert seen == {"first": torch.float16, "head": torch.float32}

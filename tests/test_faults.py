@@ -26,7 +26,8 @@ from mprun.errors import CheckpointError, ConfigError
 from mprun.numerics.faults import Fault, inject
 from mprun.training import checkpoint
 from mprun.training.blame import explain
-from mprun.training.step import APPLIED, NONFINITE_GRAD, NONFINITE_LOSS, OVERFLOW, train_step
+from mprun.training.result import APPLIED, NONFINITE_GRAD, NONFINITE_LOSS, OVERFLOW
+from mprun.training.step import train_step
 from tests import case_code
 from tests.case_code import ROWS, TOY
 from tests.conftest import BF16, FP16, REGRESSION, SGD, batch

@@ -13,9 +13,10 @@ from torch import nn
 from mprun.cli import main
 from mprun.precision.cpu_autocast import POLICY
 from mprun.training.build import switches
+from mprun.training.result import OVERFLOW
 from mprun.training.schedule import build_schedule
 from mprun.training.state import build_state
-from mprun.training.step import OVERFLOW, train_step
+from mprun.training.step import train_step
 from tests.conftest import BF16, FP16, REGRESSION, SGD, batch, make_config, toy
 from tests.test_casting import MASTER, PURE, Net
 

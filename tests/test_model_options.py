@@ -103,3 +103,27 @@ def test_compiled_equals_eager(make_state, mode, checkpointing):
     for (name, mine), theirs in zip(other.model.named_buffers(), plain.model.buffers(), strict=True):
         # BatchNorm has seen each batch once, however often its blocks were computed.
         torch.testing.assert_close(mine.float(), theirs.float(), rtol=2e-2, atol=2e-2, msg=name)
+
+
+def test_a_block_that_uses_a_buffer_it_moves_is_recomputed_with_what_it_saw(make_state):
+    class Moving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4))
+            self.register_buffer("gain", torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training and torch.is_grad_enabled():
+                self.gain.mul_(1.5)
+            return torch.tanh(self.inner(x) * self.gain)
+
+    norms = {}
+    for on in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(Moving(), Moving()), nn.Linear(4, 3))
+        state = make_state(model, **{"model.activation_checkpointing": on})
+        window = [batch(torch.linspace(-1, 1, 20).reshape(5, 4), torch.tensor([0, 1, 2, 0, 1]))]
+        norms[on] = [train_step(state, window).read().grad_norm for _ in range(3)]
+        gain = state.model[0][0].gain.item()
+        assert gain == pytest.approx(1.5**3)
+    assert norms[True] == norms[False]

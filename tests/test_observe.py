@@ -72,3 +72,50 @@ def test_a_model_that_leaves_the_policy_is_stopped(make_state):
         table(make_state(Stubborn(torch.bfloat16)))
     with pytest.raises(PrecisionError, match="computes in bfloat16"):
         table(make_state(Stubborn(torch.bfloat16), **FP16))
+
+
+def test_a_rule_for_a_module_that_is_never_called_is_refused(make_state):
+    """MultiheadAttention uses out_proj's weights without calling it."""
+    from mprun.errors import OverrideError
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.attn, self.head = (
+                nn.Embedding(10, 8),
+                nn.MultiheadAttention(8, 2, batch_first=True),
+                nn.Linear(8, 3),
+            )
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(ids)
+            return self.head(self.attn(x, x, x)[0].mean(1))
+
+    with pytest.raises(OverrideError, match=r"attn.out_proj.*never called"):
+        table(make_state(Attention(), **FP16, **{"precision.fp32_modules": ["**.out_proj"]}))
+    assert (
+        table(make_state(Attention(), **FP16, **{"precision.fp32_modules": ["attn"]}))["attn"]["output_dtype"]
+        == "float32"
+    )
+
+
+def test_explain_names_a_container_whose_own_operation_overflows(make_state):
+    from mprun.training.blame import explain
+    from tests.conftest import batch
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.out = nn.Linear(4, 4, bias=False), nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = self.q(x)
+            return self.out((q @ q.T) @ q)
+
+    state = make_state(nn.Sequential(Scores()), **FP16)
+    with torch.no_grad():
+        state.model[0].q.weight.copy_(torch.eye(4))
+    random = torch.get_rng_state()
+    text = explain(state, [batch(torch.full((4, 4), 200.0), torch.zeros(4, dtype=torch.long))])
+    assert "0 (Scores)" in text
+    assert torch.equal(random, torch.get_rng_state())

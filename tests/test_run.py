@@ -472,9 +472,9 @@ def test_another_way_to_compute_is_allowed_at_resume(folder):
 
 
 def test_absent_early_stop_metric_warns_and_stops_without_best(folder):
-    assert main([*QUICK, "train.epochs=9", "train.early_stop.metric=val/nope", "train.early_stop.patience=2"]) == 0
+    assert main([*QUICK, "train.epochs=9", "train.early_stop.metric=ema/top1", "train.early_stop.patience=2"]) == 0
     events = [record for record in read_metrics(latest() / "metrics.jsonl") if record["kind"] == "event"]
-    assert any("val/nope" in record.get("message", "") for record in events)
+    assert any("ema/top1" in record.get("message", "") for record in events)
     assert result()["best"] is None
 
 
@@ -628,3 +628,101 @@ def test_disabled_tracking_imports_no_wandb(folder, model):
     code = "import sys; from mprun.cli import main; status = main(sys.argv[1:]); sys.exit(status or ('wandb' in sys.modules) * 9)"
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_scale_of_another_kind_is_not_taken_over(folder):
+    """FP32 has S = 1: as the start of a dynamic scale it would be FP16 without scaling."""
+    assert main([*QUICK, "precision=fp32"]) == 0
+    assert main(["resume=latest", "precision=fp16_dynamic", "train.epochs=3"]) == 0
+    assert result()["loss_scale"] == 65536.0
+
+
+def test_an_argument_that_is_new_at_resume_gets_its_state(folder):
+    assert main([*QUICK, "precision=fp32"]) == 0
+    assert main(["resume=latest", "train.epochs=3", "optimizer.kwargs.amsgrad=true"]) == 0
+    assert all("max_exp_avg_sq" in entry for entry in checkpoint()["optimizer"].values())
+
+
+def test_going_back_drops_the_abandoned_future(folder):
+    assert main([*QUICK, "precision=fp32", "train.checkpoint_every=2", "train.keep=9"]) == 0
+    run = latest()
+    assert main([f"resume={run}/checkpoints/step_4.pt", "train.steps=5"]) == 0
+    assert sorted(path.name for path in (run / "checkpoints").glob("step_*")) == ["step_2.pt", "step_4.pt", "step_5.pt"]
+
+
+def test_a_warning_about_skips_moves_nothing(folder):
+    """The warning replays a batch to name the culprit; the run goes on as if it had not, also when it is resumed."""
+    words = [*USERS, "precision=fp16_dynamic", "precision.loss_scale.growth_interval=4", "train.steps=240", "schedule=constant",
+             "train.checkpoint_every=20", "train.keep=99", "train.log_every=50", "train.eval_every=1000"]  # fmt: skip
+    assert main(words) == 0
+    whole = latest()
+    records = read_metrics(whole / "metrics.jsonl")
+    assert [r for r in records if "overflowed at loss scale" in r.get("message", "")]
+    unbroken = state_of()
+    assert main([f"resume={whole}/checkpoints/step_200.pt", "trust=[userpkg]"]) == 0
+    assert same(unbroken, state_of()) == []
+
+
+def test_non_persistent_buffers_go_on(folder):
+    Path("userpkg.py").write_text(
+        USER
+        + """
+class Drift(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.register_buffer("shift", torch.zeros(()), persistent=False)
+    def forward(self, x):
+        if self.training:
+            self.shift += 0.01
+        return self.linear(x + self.shift)
+
+def drift(num_classes, input_shape):
+    return Drift()
+"""
+    )
+    words = [
+        *USERS,
+        "model.name=userpkg:drift",
+        "precision=fp32",
+        "train.checkpoint_every=1",
+        "train.keep=99",
+        "train.steps=12",
+    ]
+    assert main(words) == 0
+    unbroken = state_of()
+    assert unbroken["buffers"]["shift"].item() > 0.1
+    assert main([f"resume={latest()}/checkpoints/step_5.pt", "trust=[userpkg]"]) == 0
+    assert same(unbroken, state_of()) == []
+
+
+def test_a_closed_terminal_does_not_stop_training(folder):
+    command = f"{sys.executable} -m mprun {' '.join(QUICK)} train.epochs=6 2>&1 >/dev/null | head -1"
+    subprocess.run(command, shell=True, check=True, capture_output=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (latest() / "result.json").exists():
+        time.sleep(0.1)
+    assert result()["status"] == "ok"
+
+
+@pytest.mark.parametrize(("code", "said"), [
+    ("return Two()", "returned a tuple"),
+])  # fmt: skip
+def test_models_whose_output_is_no_tensor_are_refused(folder, capsys, code, said):
+    Path("userpkg.py").write_text(
+        USER
+        + f"""
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+    def forward(self, x):
+        return self.linear(x), x
+
+def odd(num_classes, input_shape):
+    {code}
+"""
+    )
+    code = main([*USERS, "model.name=userpkg:odd", "precision=fp32", "train.epochs=1"])
+    assert code in (1, 2)
+    assert said in capsys.readouterr().err

@@ -109,12 +109,14 @@ def test_state_survives_a_round_trip_and_a_changed_range():
     state = rule.start()
     for _ in range(3):
         state = move(rule, state, overflow=False)
-    again = rule.load(state.state_dict())
+    again = rule.load(rule.save(state))
     assert again.state_dict() == state.state_dict() == {
         "scale": 1024.0, "growth_tracker": 3, "hysteresis_left": 1, "consecutive_skips": 0}  # fmt: skip
     assert move(rule, again, overflow=False).scale.item() == 2048.0
-    assert LossScale("dynamic", init=16.0, max=64.0).load(state.state_dict()).scale.item() == 64.0
-    assert LossScale("static", init=16.0).load(state.state_dict()).scale.item() == 16.0
+    assert LossScale("dynamic", init=16.0, max=64.0).load(rule.save(state)).scale.item() == 64.0
+    assert LossScale("static", init=16.0).load(rule.save(state)).scale.item() == 16.0
+    for other in (LossScale("none"), LossScale("static", init=2.0)):
+        assert LossScale("dynamic", init=16.0).load(other.save(other.start())).scale.item() == 16.0
 
 
 @pytest.mark.parametrize("kind", ["none", "static", "dynamic"])

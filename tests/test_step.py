@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mprun.errors import ConfigError
-from mprun.training.step import APPLIED, EMPTY, NONFINITE_LOSS, OVERFLOW, eval_step, train_step
+from mprun.training.result import APPLIED, EMPTY, NONFINITE_LOSS, OVERFLOW
+from mprun.training.step import eval_step, train_step
 from tests.conftest import BF16, FP16, REGRESSION, SGD, batch, toy, toy_batch
 
+MASTER_ = {"precision.name": "m", "precision.mode": "master", "precision.param_dtype": "float16", "precision.compute_dtype": "float16",
+           "precision.loss_scale.kind": "dynamic", "precision.loss_scale.init": 256.0}  # fmt: skip
 TOY = {**REGRESSION, **SGD, "optimizer.momentum": 0.0}
 
 
@@ -300,3 +303,57 @@ def test_evaluation_restores_flags_counts_exactly_and_works_after_an_error(make_
     with pytest.raises(RuntimeError):
         eval_step(state, state.policy, [batch(torch.zeros(1, 13), torch.tensor([2]))])
     assert [module.training for module in (model, *model)] == [True, True, False]
+
+
+@pytest.mark.parametrize("looks", [True, False], ids=["cpu", "as_on_a_gpu"])
+def test_the_first_bad_micro_batch_decides_whether_or_not_the_rest_is_computed(make_state, monkeypatch, looks):
+    """[overflow, NaN] is an overflow and [NaN, overflow] is not, also where the host does not look in between."""
+    bad, nan = toy_batch(1000.0), toy_batch(1.0, x=float("nan"))
+    for window, outcome in (([bad, nan], OVERFLOW), ([nan, bad], NONFINITE_LOSS)):
+        state = make_state(toy(), **FP16, **TOY)
+        if not looks:
+            state.device = torch.device("meta")  # any device at which the host does not look
+            monkeypatch.setattr("mprun.training.step.torch.zeros", lambda *a, device=None, **k: _ZEROS(*a, **k))
+            monkeypatch.setattr(
+                state, "run_forward", lambda inputs, policy=None, state=state: _forward_on_cpu(state, inputs)
+            )
+        row = train_step(state, window).read()
+        assert row.outcome == outcome
+        monkeypatch.undo()
+
+
+_ZEROS = torch.zeros
+
+
+def _forward_on_cpu(state, inputs):
+    with torch.autocast("cpu", torch.float16):
+        return state.model(inputs).float()
+
+
+@pytest.mark.parametrize("mode", [FP16, MASTER_], ids=["autocast", "master"])
+def test_an_infinite_input_is_not_an_overflow_even_if_the_loss_stays_finite(make_state, mode):
+    model = nn.Sequential(nn.Linear(1, 1), nn.Tanh())
+    state = make_state(model, **mode, **TOY)
+    x = float("inf") if mode is FP16 else 1e6  # in master mode the cast makes it infinite
+    row = train_step(state, [toy_batch(0.5, x=x)]).read()
+    assert row.outcome == NONFINITE_LOSS
+    assert row.loss < float("inf")
+    assert state.scale.scale.item() == mode.get("precision.loss_scale.init", 65536.0)
+
+
+def test_unfused_pure_with_a_scale_below_one_applies_no_infinity(make_state):
+    """Dividing a half gradient by S < 1 can overflow, so the test must look behind the division."""
+    keys = {**MASTER_, "precision.mode": "pure", "precision.loss_scale.init": 0.5, "optimizer.fused": False}
+    state = make_state(toy(), **{**TOY, **keys, "optimizer.lr": 1.0})
+    row = train_step(state, [toy_batch(40000.0)]).read()
+    assert row.outcome == OVERFLOW
+    assert state.model.weight.item() == 0.0
+
+
+def test_integer_labels_of_any_width(make_state):
+    x, y = data(1)[0]
+    losses = {
+        dtype: train_step(make_state(network().eval()), [batch(x, y.to(dtype))]).read().loss
+        for dtype in (torch.int64, torch.int32, torch.uint8)
+    }
+    assert len(set(losses.values())) == 1

@@ -38,6 +38,7 @@ def execute(config: Config, run_dir: Path, *, resume: Resume | None = None, comp
     started = time.perf_counter()
     from mprun.training import checkpoint
     from mprun.training.build import build, device_of, switches
+    from mprun.training.env import config_hash
 
     if resume is not None:
         config.resume = str(resume.checkpoint)
@@ -47,16 +48,19 @@ def execute(config: Config, run_dir: Path, *, resume: Resume | None = None, comp
         saved = checkpoint.load(resume.checkpoint) if resume else None
         if saved is not None and resume is not None:
             _check_resume(saved, plain, resume)
-        state, data, plan = build(config, device)
+        state, data, plan = build(config, device, resuming=saved is not None)
         if saved is not None and resume is not None:
             checkpoint.restore(state, saved, path=resume.checkpoint)
         from mprun.training.metrics import Best
         from mprun.training.run import Run, best_of, resume_log
 
         best = Best(**saved["best"]) if saved and saved["best"]["metric"] == best_of(config).metric else best_of(config)
-        run = Run(config, state, data, plan, [], run_dir, best, metadata={"config": plain})
+        run = Run(
+            config, state, data, plan, [], run_dir, best, metadata={"config": plain, "config_hash": config_hash(plain)}
+        )
         if saved is not None:
             resume_log(run, saved["log"])
+            checkpoint.drop_later(run_dir / "checkpoints", state.counters.applied)
         return _recorded(run, plain, kernels, started=started, resumed=saved is not None, composed=composed)
 
 

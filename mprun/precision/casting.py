@@ -46,11 +46,11 @@ def first_dtype(value: Any) -> torch.dtype | None:
 
 @cache
 def _bordered(cls: Any, kind: str, dtype: torch.dtype) -> type[nn.Module]:
-    """The subclass of ``cls`` with a border of ``kind``: ``island`` (autocast), ``fp32``, ``inner`` or ``half``."""
+    """The subclass of ``cls`` with a border of ``kind``: ``island`` (autocast), ``fp32`` or ``half``."""
 
     def island(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = cast_tensors(args, torch.float32), cast_tensors(kwargs, torch.float32)
-        with torch.autocast(_device_type(self, args), enabled=False):
+        with torch.autocast(_device_type(self, (args, kwargs)), enabled=False):
             return cls.forward(self, *args, **kwargs)
 
     def fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -69,16 +69,17 @@ def _bordered(cls: Any, kind: str, dtype: torch.dtype) -> type[nn.Module]:
 def _device_type(module: nn.Module, args: Any) -> str:
     found: list[str] = []
     map_tensors(args, lambda t: found.append(t.device.type))
-    return found[0] if found else next(module.parameters()).device.type
+    return found[0] if found else next((p.device.type for p in module.parameters()), "cpu")
 
 
-def apply_plan(policy: PrecisionPolicy, plan: Sequence[PlanEntry]) -> None:
+def apply_plan(policy: PrecisionPolicy, plan: Sequence[PlanEntry], *, eval_autocast: bool = False) -> None:
     """Cast parameters and put borders, in place.
 
     In ``master`` mode float buffers stay float32, in ``pure`` mode those of half modules are cast too. Masters must have
-    been taken before (see :mod:`mprun.precision.master`).
+    been taken before (see :mod:`mprun.precision.master`). ``eval_autocast``: a ``full`` policy is evaluated under autocast,
+    so its FP32 modules need their borders too.
     """
-    if policy.mode == "full":
+    if policy.mode == "full" and not eval_autocast:
         return
     half_mode = policy.mode in HALF_MODES
     for entry in plan:
@@ -116,9 +117,3 @@ def _exchange(module: nn.Module, kind: str, dtype: torch.dtype) -> None:
         )
     cls: Any = type(module)
     module.__class__ = _bordered(cls, kind, dtype)
-
-
-def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module`` as its author wrote it, without a border."""
-    cls = type(module)
-    return cls.__mro__[1] if "_mprun_border" in vars(cls) else cls

@@ -145,11 +145,15 @@ def _spread_over_tied(paths: Sequence[tuple[str, nn.Module]], won: dict[nn.Modul
     for path, module in paths:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, []).append((path, module))
-    for sharing in owners.values():
-        source = next((path for path, module in sharing if module in won), None)
-        if source is not None:
+    changed = True
+    while changed:  # A shares with B, B with C: until nothing more follows
+        changed = False
+        for sharing in owners.values():
+            source = next((path for path, module in sharing if module in won), None)
             for _, module in sharing:
-                won.setdefault(module, f"tied:{source}")
+                if source is not None and module not in won:
+                    won[module] = f"tied:{source}"
+                    changed = True
 
 
 def _unmatched(rule: str, paths: Sequence[tuple[str, nn.Module]]) -> str:

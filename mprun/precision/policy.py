@@ -20,6 +20,7 @@ cannot do what the policy names.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 from mprun.config import DType, PrecisionConfig
-from mprun.errors import PrecisionError
+from mprun.errors import ConfigError, PrecisionError
 
 SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 LONG = {short: dtype for dtype, short in SHORT.items()}
@@ -140,7 +141,16 @@ class PrecisionPolicy:
         return wide
 
     def cast_output(self, output: Tensor) -> Tensor:
-        """The model's output in ``output_dtype``; the loss is computed in float32 in any case."""
+        """The model's output in ``output_dtype``; the loss is computed in float32 in any case.
+
+        Raises:
+            ConfigError: the model returned something other than one tensor.
+        """
+        if not isinstance(output, Tensor):
+            raise ConfigError(
+                f"the model returned a {type(output).__name__}, not a tensor: mprun needs the logits (or predictions) alone; "
+                "return them from forward, or wrap the model"
+            )
         return output.to(self.output_dtype) if output.is_floating_point() else output
 
 
@@ -149,10 +159,15 @@ def map_tensors(value: Any, function: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
-        return type(value)((key, map_tensors(item, function)) for key, item in value.items())
+        items = {key: map_tensors(item, function) for key, item in value.items()}
+        if type(value) is dict:
+            return items
+        same = copy.copy(value)  # a defaultdict, a user's own mapping: its constructor may want something else
+        same.update(items)
+        return same
     if isinstance(value, tuple):
-        items = [map_tensors(item, function) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        parts = [map_tensors(item, function) for item in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if isinstance(value, list):
         return [map_tensors(item, function) for item in value]
     return value

@@ -20,6 +20,7 @@ answer from the device to go on.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,15 +85,20 @@ class LossScale:
         scale = torch.tensor(self.init if self.active else 1.0, dtype=torch.float32, device=device)
         return ScaleState(scale, integer(0), integer(self.hysteresis), integer(0))
 
-    def load(self, saved: dict[str, float | int], device: torch.device | str = "cpu") -> ScaleState:
-        """The state that :meth:`ScaleState.state_dict` wrote, within this rule's limits.
+    def save(self, state: ScaleState) -> dict[str, Any]:
+        """``state`` and this rule's kind as plain values. Waits for the device."""
+        return {"kind": self.kind, **state.state_dict()}
 
-        A scale outside a changed ``[min, max]`` is moved to the border; a static or absent scale is this rule's own.
+    def load(self, saved: dict[str, Any], device: torch.device | str = "cpu") -> ScaleState:
+        """The state that :meth:`save` wrote, within this rule's limits.
+
+        Only a dynamic scale that goes on as a dynamic one is taken over (moved to the border if ``[min, max]`` has changed):
+        what another kind had is no result of a search, so the scale starts from ``init``.
         """
         state = self.start(device)
-        scale = saved["scale"] if self.kind == "dynamic" else float(state.scale)
-        if self.kind == "dynamic":
-            scale = min(max(scale, self.min), self.max)
+        if self.kind != "dynamic" or saved["kind"] != "dynamic":
+            return state
+        scale = min(max(float(saved["scale"]), self.min), self.max)
         values = {**saved, "scale": scale, "hysteresis_left": min(int(saved["hysteresis_left"]), self.hysteresis)}
         for f in fields(state):
             getattr(state, f.name).fill_(values[f.name])

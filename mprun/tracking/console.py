@@ -106,6 +106,7 @@ class ConsoleSink(Sink):
         self._burst = 0
         self._hidden: Record | None = None
         self._skip_lines = 0
+        self._closed = False
 
     @property
     def moving(self) -> bool:
@@ -171,7 +172,13 @@ class ConsoleSink(Sink):
 
     def say(self, text: str, style: str = "") -> None:
         """Print a line above the bar, from any thread; a long one is wrapped by the terminal, so that it can be copied."""
-        self.console.print(Text(text, style=style), soft_wrap=True)
+        if self._closed:
+            return
+        try:
+            self.console.print(Text(text, style=style), soft_wrap=True)
+        except (OSError, SystemExit):
+            # The reader of the terminal has gone (`2>&1 | head`), upon which rich exits the process. Training goes on.
+            self._closed = True
 
     def _evaluation(self, record: Record) -> str:
         families: dict[str, list[str]] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from mprun.data.base import Batch
 from mprun.precision.policy import map_tensors
+from mprun.training.env import capture_rng, restore_rng
 from mprun.training.state import TrainState
 from mprun.training.step import forward_loss, valid_targets
 
@@ -58,8 +60,16 @@ def input_overflow(state: TrainState, window: Sequence[Batch]) -> str | None:
 def explain(state: TrainState, window: Sequence[Batch]) -> str:
     """One clause that names the first non-finite tensor of ``window``: input, weight, forward or backward.
 
-    Runs forward and backward again on the current weights; buffers and gradients are put back.
+    Runs forward and backward again on the current weights; buffers, gradients and random states are put back.
     """
+    rng = capture_rng()
+    try:
+        return _explain(state, window)
+    finally:
+        restore_rng(rng)
+
+
+def _explain(state: TrainState, window: Sequence[Batch]) -> str:
     for batch in window:
         if samples := nonfinite_samples(batch):
             return f"the input of sample {_some(samples)} is NaN or inf: bad data, not precision"
@@ -100,11 +110,13 @@ def _replay(state: TrainState, batch: Batch) -> str | None:
                 f"first non-finite gradient: at the output of {names[module]} ({type(module).__name__}), from what follows it"
             )
 
-    leaves = [module for module in state.model.modules() if not any(module.children())]
-    handles = [module.register_forward_hook(after_forward) for module in leaves]
+    # All modules, not leaves only: an operation in the forward of a container is the container's own. Inner hooks fire
+    # first, so what is found is the innermost module that turned finite inputs into a bad output.
+    handles = [module.register_forward_hook(after_forward) for module in state.model.modules()]
     try:
         valid = valid_targets(batch.targets, state.task)
-        loss, _ = forward_loss(state, batch, valid)
+        # Not through torch.compile, whose code calls no hooks.
+        loss, _ = forward_loss(replace(state, forward=state.model), batch, valid)
         if found or not loss.isfinite():
             return found[0] if found else "the model's output is finite, the loss is not: check the targets"
         state.loss_scale.scaled(loss, state.scale).backward()  # type: ignore[no-untyped-call]

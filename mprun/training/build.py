@@ -37,6 +37,7 @@ def switches(config: Config, device: torch.device) -> Iterator[str]:
     """
     policy = PrecisionPolicy.from_config(config.precision)
     check_support(policy, device)
+    check_support(policy.for_eval(config.precision.eval_dtype), device)
     dtypes = {policy.compute_dtype, policy.for_eval(config.precision.eval_dtype).compute_dtype}
     half_dtype = torch.float16 if torch.float16 in dtypes else None
     kernels = resolve(config.numerics.cpu_fp16.value, device_type=device.type, compute_dtype=half_dtype)
@@ -88,16 +89,18 @@ def device_of(config: Config) -> torch.device:
     return resolve_device(config.device)
 
 
-def build(config: Config, device: torch.device) -> tuple[TrainState, Data, Plan]:
+def build(config: Config, device: torch.device, *, resuming: bool = False) -> tuple[TrainState, Data, Plan]:
     """Seed, then build data, model, schedule and state. Must run inside :func:`switches`.
 
     Raises:
         ConfigError: a name, argument or combination is not legal.
     """
     seed_everything(config.seed)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     data = build_data(config, device=device)
     model = build_model(config.model, data.spec, trust=config.trust)
-    if config.model.init is not None:
+    if config.model.init is not None and not resuming:  # a checkpoint holds what became of it
         load_init(model, Path(config.model.init))
     plan = make_plan(config, data.batches_per_epoch)
     if plan.steps < 1:

@@ -17,6 +17,7 @@ import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun.errors import CheckpointError
+from mprun.precision.policy import map_tensors
 from mprun.training.env import capture_rng, restore_rng
 from mprun.training.state import HostCounters, Position, TrainState
 
@@ -55,9 +57,10 @@ def snapshot(state: TrainState, **extra: Any) -> dict[str, Any]:
         "policy": str(state.policy),
         "model": dict(state.model.state_dict()),
         "masters": dict(state.weights.by_name),
+        "buffers": _unsaved_buffers(state.model),
         "optimizer": optimizer_state(state),
         "optimizer_groups": [group_state(state.optimizer, group) for group in state.optimizer.param_groups],
-        "scale": state.scale.state_dict(),
+        "scale": state.loss_scale.save(state.scale),
         "ema": None if state.ema is None else state.ema.state_dict(),
         "counters": asdict(state.counters),
         "position": asdict(state.position),
@@ -103,11 +106,21 @@ def load_weights(state: TrainState, saved: Mapping[str, Any], *, path: Path) -> 
             "pure keeps no FP32 parameters; resume with the same precision"
         )
     state.model.load_state_dict(saved["model"])
+    with torch.no_grad():
+        for name, buffer in _unsaved_buffers(state.model).items():
+            if name in saved["buffers"]:
+                buffer.copy_(saved["buffers"][name])
     for name, parameter in state.weights:
         if name in state.weights.by_name or name in saved["masters"]:
             with torch.no_grad():
                 parameter.copy_(saved["masters"].get(name, saved["model"][name]))
     state.weights.write_back()
+
+
+def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that the state dict leaves out (``persistent=False``): a run that moves them needs them to go on."""
+    kept = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name not in kept}
 
 
 def optimizer_state(state: TrainState) -> dict[str, dict[str, Any]]:
@@ -132,14 +145,18 @@ def load_optimizer_state(state: TrainState, saved: Mapping[str, Mapping[str, Any
         for name, p in zip(group["names"], group["params"], strict=True):
             if name not in saved:
                 continue
-            entry: dict[str, Any] = {}
-            for key, value in saved[name].items():
-                if isinstance(value, Tensor):
-                    if value.ndim and value.numel() == p.numel() and value.shape != p.shape:
-                        raise CheckpointError(f"{path}: optimizer state {key} of {name} has shape {tuple(value.shape)}")
-                    value = value.to(p.device if value.ndim or state.fused else "cpu", copy=True)
-                entry[key] = value
-            state.optimizer.state[p] = entry
+            entry = saved[name]
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and value.ndim and value.numel() == p.numel() and value.shape != p.shape:
+                    raise CheckpointError(f"{path}: optimizer state {key} of {name} has shape {tuple(value.shape)}")
+            # Beside what is there already: an argument that is new at this resume may have brought state of its own.
+            place = partial(_placed, device=p.device, fused=state.fused)
+            state.optimizer.state[p].update({key: map_tensors(value, place) for key, value in entry.items()})
+
+
+def _placed(value: Tensor, *, device: torch.device, fused: bool) -> Tensor:
+    """A copy on the parameter's device; step counts (0-D) of unfused optimizers stay on the CPU, where torch keeps them."""
+    return value.to(device if value.ndim or fused else "cpu", copy=True)
 
 
 def save(content: Mapping[str, Any], path: Path) -> None:
@@ -224,6 +241,13 @@ def clean(folder: Path) -> None:
     for leftover in folder.glob(f".*{TMP_SUFFIX}"):
         with contextlib.suppress(OSError):
             leftover.unlink()
+
+
+def drop_later(folder: Path, step: int) -> None:
+    """Remove ``step_<n>.pt`` beyond ``step``: the run goes on from there, and what came after is no longer its past."""
+    for path in folder.glob("step_*.pt"):
+        if (number := path.stem.removeprefix("step_")).isdigit() and int(number) > step:
+            path.unlink(missing_ok=True)
 
 
 def prune(folder: Path, keep: int) -> None:

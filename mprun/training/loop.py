@@ -27,8 +27,9 @@ from mprun.precision.scaling import LossScale
 from mprun.training import checkpoint
 from mprun.training.env import capture_rng, peak_memory_bytes, restore_rng
 from mprun.training.outcomes import drain
-from mprun.training.run import Run, RunResult, emit, log_state, warn
-from mprun.training.step import OVERFLOW, eval_step, train_step
+from mprun.training.result import OVERFLOW
+from mprun.training.run import Pending, Run, RunResult, emit, log_state, warn
+from mprun.training.step import eval_step, train_step
 
 
 def fit(run: Run) -> RunResult:
@@ -132,7 +133,9 @@ def attempt(run: Run, window: list[Batch]) -> None:
     result = train_step(run.state, window)
     run.state.counters.attempts += 1
     run.window_attempts += 1
-    run.pending.append((window, result))
+    position, ids = run.state.position, [int(i) for batch in window for i in batch.ids[:8]]
+    kept = window if run.state.device.type == "cpu" else None
+    run.pending.append(Pending(result, position.epoch, position.batch, len(window), tuple(ids[:8]), kept))
     for sink in run.sinks:
         sink.progress(run.state.counters.applied, run.state.counters.attempts)
 
@@ -169,7 +172,7 @@ def end_epoch(run: Run, empty_before: int) -> None:
             f"epoch {state.position.epoch} had no valid target at all (every label is ignored): "
             f"train.steps={run.plan.steps} would never be reached"
         )
-    if train.eval_every is None:
+    if train.eval_every is None and run.evaluated_step != state.counters.applied:
         evaluate(run)
     state.position.epoch += 1
     state.position.batch = 0
@@ -195,8 +198,9 @@ def conclude(run: Run, reason: str | None) -> RunResult:
 
 def log_train(run: Run) -> None:
     """One ``train`` record: means since the last one, and how fast it went."""
-    row = run.last_row
-    assert row is not None, "log_train is called after a drained step"
+    row = run.last_applied
+    if row is None:  # resumed with means of earlier steps, and nothing was applied since
+        return
     loss, top1 = run.means.take()
     seconds = max(run.window_s, 1e-9)
     record: dict[str, Any] = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mprun.data.base import Batch
-from mprun.errors import PrecisionError
+from mprun.errors import OverrideError, PrecisionError
 from mprun.precision.policy import map_tensors
 from mprun.training.env import capture_rng, restore_rng
 from mprun.training.state import TrainState
@@ -105,6 +105,16 @@ def check_plan(state: TrainState, rows: Sequence[dict[str, Any]]) -> None:
         seen = row["compute_dtype"]
         wanted = "float32" if entry.fp32 else _short(state.policy.compute_dtype)
         products = isinstance(entry.module, PRODUCT_MODULES)
+        if (
+            row["output_dtype"] is None
+            and entry.rule in state.policy.fp32_modules
+            and not entry.inner
+            and row["param_dtype"]
+        ):
+            raise OverrideError(
+                f"precision.fp32_modules: {entry.rule!r} names {entry.path} ({row['class']}), which is never called: what is "
+                "around it uses its weights directly, so the rule would have no effect; name the module around it"
+            )
         if seen is None or seen == wanted or not (products or entry.fp32):
             continue
         where = entry.path or "the model itself"

@@ -20,8 +20,14 @@ from mprun.errors import ConfigError, nearest
 
 # Fused kernels that obey grad_scale and found_inf, with the arguments under which the fused update is not the plain one.
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
-# Optimizers that call the loss again inside step(): a skipped or scaled step has no meaning for them.
-CLOSURE = ("LBFGS",)
+# Optimizers that this loop cannot serve, and why.
+REFUSED = {
+    "lbfgs": "evaluates the loss several times inside one step, which neither loss scaling nor a skipped step can follow",
+    "sparseadam": "takes sparse gradients only",
+    "adahessian": "needs second derivatives, for which the graph would have to be kept",
+}
+# Keys of the config that are arguments too: given in optimizer.kwargs they would compete with their own key.
+OWN_KEYS = ("lr", "weight_decay", "momentum", "betas", "eps", "fused", "params")
 
 
 def torch_optimizers() -> dict[str, type[Optimizer]]:
@@ -40,10 +46,9 @@ def optimizer_class(name: str) -> type[Optimizer]:
         ConfigError: unknown name, or an optimizer that needs a closure.
     """
     known = torch_optimizers()
-    if name.lower() in (closure.lower() for closure in CLOSURE):
+    if name.lower() in REFUSED:
         raise ConfigError(
-            f"optimizer.name={name} evaluates the loss several times inside one step, which neither loss scaling nor a "
-            "skipped step can follow; choose a first-order optimizer such as adamw or sgd"
+            f"optimizer.name={name} {REFUSED[name.lower()]}; choose a first-order optimizer such as adamw or sgd"
         )
     if name.lower() in known:
         return known[name.lower()]
@@ -73,6 +78,9 @@ def build_optimizer(config: OptimizerConfig, named: Iterable[tuple[str, Tensor]]
     cls = optimizer_class(config.name)
     parameters = dict(inspect.signature(cls).parameters)
     arguments: dict[str, Any] = {**config.kwargs}
+    for key in OWN_KEYS:
+        if key in arguments:
+            raise ConfigError(f"optimizer.kwargs.{key}: set optimizer.{key} instead, it is a key of its own")
     for key in ("momentum", "betas", "eps"):
         value = getattr(config, key)
         if value is None:
@@ -106,7 +114,7 @@ def build_optimizer(config: OptimizerConfig, named: Iterable[tuple[str, Tensor]]
         groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
     try:
         optimizer: Optimizer = cls(groups, lr=lr, **arguments)  # type: ignore[call-arg]
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, AssertionError, ImportError, LookupError) as error:
         raise ConfigError(f"optimizer.name={config.name} refused its arguments {arguments}: {error}") from error
     if fused:
         _allocate_state(optimizer)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from typing import Any
 
 import torch
 
 from mprun.config import OnNonFiniteLoss
-from mprun.data.base import Batch
 from mprun.errors import LossScaleError, NonFiniteError
 from mprun.training.blame import explain, input_overflow
-from mprun.training.run import Run, emit, warn
-from mprun.training.step import APPLIED, EMPTY, NONFINITE_GRAD, NONFINITE_LOSS, OVERFLOW, StepRow, unpack
+from mprun.training.result import APPLIED, EMPTY, NONFINITE_GRAD, NONFINITE_LOSS, OVERFLOW, StepRow, unpack
+from mprun.training.run import Pending, Run, emit, warn
 
 
 def drain(run: Run) -> None:
@@ -20,12 +19,13 @@ def drain(run: Run) -> None:
     state, pending = run.state, run.pending
     run.pending = []
     first = state.counters.attempts - len(pending)
-    rows = torch.stack([result.packed for _, result in pending]).tolist()  # one read for all of them
-    for number, ((window, _), values) in enumerate(zip(pending, rows, strict=True), start=first + 1):
+    rows = torch.stack([entry.result.packed for entry in pending]).tolist()  # one read for all of them
+    for number, (entry, values) in enumerate(zip(pending, rows, strict=True), start=first + 1):
         row = run.last_row = unpack(values)
         counters = state.counters
         counters.applied = row.steps_applied
         if row.outcome == APPLIED:
+            run.last_applied = row
             run.means.add(loss=row.loss, correct=row.correct, targets=row.valid_targets)
         elif row.outcome == OVERFLOW:
             counters.skipped += 1
@@ -34,23 +34,24 @@ def drain(run: Run) -> None:
         else:
             counters.nonfinite += 1
         if row.outcome != APPLIED:
-            emit(run, _skip_record(run, row, number, window))
+            emit(run, _skip_record(run, row, number, entry))
         if row.inf_inputs and not run.told_inf_inputs:
             run.told_inf_inputs = True
-            warn(run, f"step {row.steps_applied} (attempt {number}): {input_overflow(state, window)}")
+            warn(run, f"step {row.steps_applied} (attempt {number}): {input_overflow(state, entry.fetch(run.data))}")
         if row.outcome in (NONFINITE_LOSS, NONFINITE_GRAD):
-            _raise_nonfinite(run, row, number, window)
+            _raise_nonfinite(run, row, number, entry)
         rate = run.skip_rate.add(number, row.outcome == OVERFLOW)
         if rate is not None:
             warn(
                 run,
-                f"{rate:.0%} of the last 100 steps overflowed at loss scale {row.loss_scale:g}: {explain(state, window)}",
+                f"{rate:.0%} of the last 100 steps overflowed at loss scale {row.loss_scale:g}: "
+                f"{explain(state, entry.fetch(run.data))}",
             )
         if row.consecutive_skips >= state.loss_scale.patience:
-            _raise_patience(run, row, number, window)
+            _raise_patience(run, row, number, entry)
 
 
-def _skip_record(run: Run, row: StepRow, number: int, window: Sequence[Batch]) -> dict[str, Any]:
+def _skip_record(run: Run, row: StepRow, number: int, entry: Pending) -> dict[str, Any]:
     reasons = {OVERFLOW: "overflow", NONFINITE_LOSS: "nonfinite_loss", NONFINITE_GRAD: "nonfinite_grad", EMPTY: "empty"}
     return {
         "kind": "skip",
@@ -60,11 +61,11 @@ def _skip_record(run: Run, row: StepRow, number: int, window: Sequence[Batch]) -
         "train/loss": row.loss,
         "precision/loss_scale": row.loss_scale,
         "precision/skipped_steps": run.state.counters.skipped,
-        "sample_ids": [int(i) for batch in window for i in batch.ids[:8]][:8],
+        "sample_ids": list(entry.ids),
     }
 
 
-def _raise_nonfinite(run: Run, row: StepRow, number: int, window: Sequence[Batch]) -> None:
+def _raise_nonfinite(run: Run, row: StepRow, number: int, entry: Pending) -> None:
     """Stop for a non-finite loss or gradient, unless a non-finite loss is to be skipped.
 
     Raises:
@@ -73,7 +74,9 @@ def _raise_nonfinite(run: Run, row: StepRow, number: int, window: Sequence[Batch
     skip_losses = run.config.precision.on_nonfinite_loss is OnNonFiniteLoss["skip"]
     if row.outcome == NONFINITE_LOSS and skip_losses and row.consecutive_skips < run.state.loss_scale.patience:
         return
-    what = f"the loss is {row.loss}" if row.outcome == NONFINITE_LOSS else "a gradient is NaN or inf"
+    what = "a gradient is NaN or inf"
+    if row.outcome == NONFINITE_LOSS:
+        what = "an input is NaN or inf" if math.isfinite(row.loss) else f"the loss is {row.loss}"
     advice = ""
     if row.outcome == NONFINITE_LOSS:
         advice = "; precision.on_nonfinite_loss=skip drops such batches"
@@ -84,14 +87,14 @@ def _raise_nonfinite(run: Run, row: StepRow, number: int, window: Sequence[Batch
             )
     raise NonFiniteError(
         f"step {row.steps_applied + 1} (attempt {number}): {what} at precision={run.state.policy.name}, "
-        f"loss scale {row.loss_scale:g}: {explain(run.state, window)}{advice}"
+        f"loss scale {row.loss_scale:g}: {explain(run.state, entry.fetch(run.data))}{advice}"
     )
 
 
-def _raise_patience(run: Run, row: StepRow, number: int, window: Sequence[Batch]) -> None:
+def _raise_patience(run: Run, row: StepRow, number: int, entry: Pending) -> None:
     floor = " (its floor)" if row.loss_scale <= run.state.loss_scale.min else ""
     raise LossScaleError(
         f"step {row.steps_applied + 1} (attempt {number}): {row.consecutive_skips} steps in a row were skipped, the last at "
         f"loss scale {row.loss_scale:g}{floor}, which precision.loss_scale.patience={run.state.loss_scale.patience} forbids: "
-        f"{explain(run.state, window)}"
+        f"{explain(run.state, entry.fetch(run.data))}"
     )

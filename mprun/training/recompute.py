@@ -3,7 +3,8 @@
 What is wrapped are the repeated blocks of a model: the elements of every ``ModuleList`` or ``Sequential`` that holds at
 least two modules of the same class with parameters (outermost first; nothing inside a wrapped block is wrapped again).
 The recompute sees the same autocast state, the same FP32 borders and the same random numbers. Buffers would be moved
-twice (BatchNorm would average each batch twice), so the second pass puts them back.
+twice (BatchNorm would average each batch twice), so the second pass starts from what the first one saw and puts back
+what it found.
 
 As with the precision borders, the module's class is exchanged for a subclass; nothing is patched on the instance.
 """
@@ -17,7 +18,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils.checkpoint import checkpoint
 
@@ -78,17 +79,25 @@ def _recomputed(cls: Any) -> type[nn.Module]:
 
 
 def _contexts(module: nn.Module) -> tuple[Any, Any]:
-    return nullcontext(), _keep_buffers(module)
+    """For the first pass and the recompute. Called before the first pass, so it sees the buffers as that pass will."""
+    return nullcontext(), _with_buffers(module, [buffer.detach().clone() for buffer in module.buffers()])
 
 
 @contextmanager
-def _keep_buffers(module: nn.Module) -> Iterator[None]:
-    """Undo what happens to ``module``'s buffers inside."""
-    saved = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+def _with_buffers(module: nn.Module, earlier: list[Tensor]) -> Iterator[None]:
+    """Give ``module`` the buffers it had in the first pass, and put the present ones back at the end."""
+    buffers = tuple(module.buffers())
+    present = [buffer.detach().clone() for buffer in buffers]
+    _put(buffers, earlier)
     try:
         yield
     finally:
-        # The recomputed graph has saved these buffers; putting the old values back must not look like a modification.
-        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffer for buffer, _ in saved)):
-            for buffer, old in saved:
-                buffer.copy_(old)
+        _put(buffers, present)
+
+
+@torch.no_grad()
+def _put(buffers: tuple[Tensor, ...], values: list[Tensor]) -> None:
+    # The recomputed graph has saved these buffers; this must not look to it like a modification.
+    with _unsafe_preserve_version_counter(buffers):
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ from mprun.config import Config, Task
 from mprun.data.base import Batch, Data
 from mprun.tracking.base import Sink
 from mprun.training.metrics import Best, Means, SkipRate
+from mprun.training.result import StepResult, StepRow
 from mprun.training.state import TrainState
-from mprun.training.step import StepResult, StepRow
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,26 @@ class Plan:
     steps: int
     epochs: int
     by_steps: bool
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step whose end the host does not know yet.
+
+    ``window`` is kept on the CPU only, where the host looks at once: on an accelerator the batches of many steps would pile
+    up in its memory, so they are fetched again by their place (``epoch``, first batch ``start``) if somebody asks for them.
+    """
+
+    result: StepResult
+    epoch: int
+    start: int
+    batches: int
+    ids: tuple[int, ...]
+    window: Sequence[Batch] | None
+
+    def fetch(self, data: Data) -> list[Batch]:
+        """The micro-batches of the step."""
+        return list(self.window or islice(data.train_batches(self.epoch, self.start), self.batches))
 
 
 @dataclass
@@ -41,9 +63,10 @@ class Run:
     metadata: dict[str, Any] = field(default_factory=dict)
     means: Means = field(default_factory=Means)
     skip_rate: SkipRate = field(default_factory=SkipRate)
-    pending: list[tuple[list[Batch], StepResult]] = field(default_factory=list)
+    pending: list[Pending] = field(default_factory=list)
     final: dict[str, float] = field(default_factory=dict)
     last_row: StepRow | None = None
+    last_applied: StepRow | None = None
     logged_step: int = 0
     evaluated_step: int = -1
     saved_step: int = -1
@@ -86,6 +109,8 @@ def log_state(run: Run) -> dict[str, Any]:
     """What logging needs to go on as if nothing had happened."""
     return {
         "means": asdict(run.means),
+        "skip_rate": {"recent": list(run.skip_rate.recent), "warned": run.skip_rate.warned},
+        "told_inf_inputs": run.told_inf_inputs,
         "logged_step": run.logged_step,
         "evaluated_step": run.evaluated_step,
         "train_s": run.train_s,
@@ -96,6 +121,8 @@ def log_state(run: Run) -> dict[str, Any]:
 def resume_log(run: Run, saved: dict[str, Any]) -> None:
     """Put :func:`log_state` back."""
     run.means = Means(**saved["means"])
+    run.skip_rate = SkipRate(recent=deque(saved["skip_rate"]["recent"]), warned=saved["skip_rate"]["warned"])
+    run.told_inf_inputs = saved["told_inf_inputs"]
     run.logged_step, run.evaluated_step = saved["logged_step"], saved["evaluated_step"]
     run.train_s, run.examples = saved["train_s"], saved["examples"]
     run.saved_step = run.state.counters.applied

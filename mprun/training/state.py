@@ -140,7 +140,8 @@ def build_state(config: Config, model: nn.Module, schedule: Schedule, device: to
     rule = LossScale.from_config(config.precision.loss_scale)
     plan = make_plan(model, policy.fp32_modules, mode=policy.mode)
     truths = take_truths(model, mode=policy.mode)
-    apply_plan(policy, plan)
+    evaluation = policy.for_eval(config.precision.eval_dtype)
+    apply_plan(policy, plan, eval_autocast=evaluation.mode == "autocast")
     if config.model.activation_checkpointing:
         apply_checkpointing(model)
     weights = Masters(model, truths)

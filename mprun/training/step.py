@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,112 +27,11 @@ from torch import Tensor
 from mprun.config import Task
 from mprun.data.base import Batch
 from mprun.errors import ConfigError
-from mprun.precision.policy import PrecisionPolicy
+from mprun.precision.policy import PrecisionPolicy, map_tensors
+from mprun.training.result import StepResult, Verdict
 from mprun.training.state import TrainState
 
 IGNORE = -100
-APPLIED, OVERFLOW, NONFINITE_LOSS, NONFINITE_GRAD, EMPTY = range(5)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What happens to a window: 0-D bool tensors on the device, exactly one of the first four true."""
-
-    applied: Tensor
-    overflow: Tensor
-    nonfinite_loss: Tensor
-    nonfinite_grad: Tensor
-    empty: Tensor
-
-    @property
-    def failed(self) -> Tensor:
-        """Dropped for a non-finite value."""
-        return self.overflow | self.nonfinite_loss | self.nonfinite_grad
-
-    @property
-    def outcome(self) -> Tensor:
-        """0-D float64 code: APPLIED, OVERFLOW, NONFINITE_LOSS, NONFINITE_GRAD or EMPTY."""
-        return (
-            self.overflow * OVERFLOW
-            + self.nonfinite_loss * NONFINITE_LOSS
-            + self.nonfinite_grad * NONFINITE_GRAD
-            + self.empty * EMPTY
-        ).double()
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """A step's numbers on the host."""
-
-    loss: float
-    grad_norm: float
-    loss_scale: float
-    lr: float
-    valid_targets: int
-    correct: int
-    outcome: int
-    steps_applied: int
-    consecutive_skips: int
-    inf_inputs: int
-
-    @property
-    def applied(self) -> bool:
-        """Whether the optimizer step was applied."""
-        return self.outcome == APPLIED
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """A step's numbers on the device, and how many micro-batches were computed.
-
-    ``packed`` is float64 of shape (10,): the fields of :class:`StepRow`. ``loss`` is the mean over the window's valid
-    targets (never times S), ``grad_norm`` the true norm before clipping, ``loss_scale`` the S of this window and
-    ``lr`` the learning rate that this step used or would have used. ``inf_inputs`` counts the input tensors that the cast
-    to the policy's dtype made infinite.
-    """
-
-    packed: Tensor
-    micro_batches: int
-
-    @property
-    def loss(self) -> Tensor:
-        """Mean loss over the window's valid targets, 0-D float64."""
-        return self.packed[0]
-
-    @property
-    def grad_norm(self) -> Tensor:
-        """True global gradient norm before clipping, 0-D float64; non-finite on a skip."""
-        return self.packed[1]
-
-    @property
-    def loss_scale(self) -> Tensor:
-        """The S of this window, 0-D float64."""
-        return self.packed[2]
-
-    @property
-    def lr(self) -> Tensor:
-        """The learning rate of this step, 0-D float64."""
-        return self.packed[3]
-
-    @property
-    def valid_targets(self) -> Tensor:
-        """How many targets counted, 0-D float64."""
-        return self.packed[4]
-
-    @property
-    def applied(self) -> Tensor:
-        """Whether the optimizer step was applied, 0-D bool."""
-        return self.packed[6] == APPLIED
-
-    def read(self) -> StepRow:
-        """The numbers on the host. Waits for the device."""
-        return unpack(self.packed.tolist())
-
-
-def unpack(values: Sequence[float]) -> StepRow:
-    """A row of packed numbers as a :class:`StepRow`."""
-    loss, norm, scale, lr, *counts = values
-    return StepRow(loss, norm, scale, lr, *(int(count) for count in counts))
 
 
 def train_step(state: TrainState, window: Sequence[Batch]) -> StepResult:
@@ -144,23 +45,10 @@ def train_step(state: TrainState, window: Sequence[Batch]) -> StepResult:
         ConfigError: no trainable parameter received a gradient.
     """
     buffers = state.start_window()
-    valid = sum((valid_targets(batch.targets, state.task) for batch in window), start=torch.zeros_like(state.applied))
-    loss = torch.zeros((), device=state.device)
-    correct = torch.zeros_like(state.applied)
-    inf_inputs = torch.zeros_like(state.applied)
-    done = 0
-    for batch in window:
-        inf_inputs = sum((bad.any() for bad in state.policy.overflowing(batch.inputs)), start=inf_inputs)
-        part, hits = forward_loss(state, batch, valid)
-        if part.requires_grad:
-            state.loss_scale.scaled(part, state.scale).backward()  # type: ignore[no-untyped-call]
-        state.weights.collect()
-        loss, correct, done = loss + part.detach(), correct + hits, done + 1
-        if done < len(window) and _lost(state, loss):
-            break
+    sums = accumulate(state, window)
     grads = _gradients(state)
     norm, bad_grad = gradient_norm(state, grads)
-    verdict = judge(state, loss=loss, bad_grad=bad_grad, empty=valid == 0)
+    verdict = judge(state, sums, bad_grad | sums.lost)
     lr = state.lr_table.take(state.applied.clamp(max=len(state.lr_table) - 1)) * state.base_lr
     optimizer_step(state, grads, norm=norm, lr=lr, verdict=verdict)
     state.weights.write_back()
@@ -173,19 +61,78 @@ def train_step(state: TrainState, window: Sequence[Batch]) -> StepResult:
         used, overflow=verdict.overflow, applied=verdict.applied, failed=verdict.failed
     )
     state.optimizer.zero_grad(set_to_none=True)
+    skips = state.scale.consecutive_skips
     numbers = (
-        loss,
+        sums.loss,
         norm,
         used.scale,
         lr,
-        valid,
-        correct,
+        sums.valid,
+        sums.correct,
         verdict.outcome,
         state.applied,
-        state.scale.consecutive_skips,
-        inf_inputs,
+        skips,
+        sums.inf_inputs,
     )
-    return StepResult(torch.stack([number.double() for number in numbers]), done)
+    return StepResult(torch.stack([number.double() for number in numbers]), sums.micro_batches)
+
+
+@dataclass(frozen=True)
+class WindowSums:
+    """What the micro-batches of a window added up to, beside the gradients. 0-D tensors on the device.
+
+    Attributes:
+        loss: mean over the window's valid targets, float32.
+        valid: valid targets of the whole window, int64.
+        correct: correct predictions, int64.
+        lost: the gradients of a micro-batch before the last were non-finite, bool. What follows it is not looked at any
+            more: the first bad micro-batch decides, whether or not the rest was computed.
+        bad_input: an input was NaN or inf, or became inf by the policy's cast, bool.
+        inf_inputs: input tensors that became inf by the policy's cast, int64.
+        micro_batches: how many were computed.
+    """
+
+    loss: Tensor
+    valid: Tensor
+    correct: Tensor
+    lost: Tensor
+    bad_input: Tensor
+    inf_inputs: Tensor
+    micro_batches: int
+
+
+def accumulate(state: TrainState, window: Sequence[Batch]) -> WindowSums:
+    """Forward and backward of every micro-batch; gradients add up on the FP32 truth.
+
+    On the CPU, where asking costs nothing, the rest of a lost window is not computed.
+    """
+    zero = torch.zeros_like(state.applied)
+    valid = sum((valid_targets(batch.targets, state.task) for batch in window), start=zero)
+    loss = torch.zeros((), device=state.device)
+    correct, inf_inputs, lost, bad_input, done = zero, zero, zero > 0, zero > 0, 0
+    for batch in window:
+        made_inf = sum((bad.any() for bad in state.policy.overflowing(batch.inputs)), start=zero)
+        bad_input = torch.where(lost, bad_input, bad_input | nonfinite(batch.inputs, start=made_inf > 0))
+        inf_inputs = inf_inputs + made_inf
+        part, hits = forward_loss(state, batch, valid)
+        if part.requires_grad:
+            state.loss_scale.scaled(part, state.scale).backward()  # type: ignore[no-untyped-call]
+        state.weights.collect()
+        loss = torch.where(lost, loss, loss + part.detach())
+        correct, done = correct + hits, done + 1
+        if done < len(window):
+            grads = [_wide(p.grad) for p in state.params if p.grad is not None and p.grad.layout == torch.strided]
+            lost = lost | ~torch.nn.utils.get_total_norm(grads).isfinite()
+            if state.device.type == "cpu" and (lost | ~loss.isfinite()).tolist():
+                break
+    return WindowSums(loss, valid, correct, lost, bad_input, inf_inputs, done)
+
+
+def nonfinite(value: Any, *, start: Tensor) -> Tensor:
+    """``start`` or whether a floating-point tensor in ``value`` holds NaN or inf: 0-D bool on the device."""
+    found = [start]
+    map_tensors(value, lambda t: found.append(~t.isfinite().all()) if t.is_floating_point() else None)
+    return reduce(torch.logical_or, found)
 
 
 def valid_targets(targets: Tensor, task: Task) -> Tensor:
@@ -219,51 +166,54 @@ def summed_loss(output: Tensor, targets: Tensor, task: Task, *, label_smoothing:
         return difference.square().sum(), torch.zeros((), dtype=torch.int64, device=output.device)
     if task is Task.language_model:
         output, targets = output.flatten(0, -2), targets.flatten()
+    if not targets.is_floating_point():
+        targets = targets.long()  # int32 labels are labels too
     total = F.cross_entropy(output, targets, reduction="sum", label_smoothing=label_smoothing)
     labels = targets.argmax(-1) if targets.is_floating_point() else targets
     return total, (output.detach().argmax(-1) == labels).sum()
 
 
 def gradient_norm(state: TrainState, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The true global norm of the (still scaled) gradients, float32, 0-D, and whether any of them is non-finite (bool).
+    """The true global norm of the gradients, float32, 0-D, and whether any of them is non-finite (bool).
 
-    One pass serves both: a sum of squares is finite only if every term is, and then dividing by S and clipping gives finite
-    numbers too. (It is also infinite where the norm itself is beyond float32, above 1.8e19; that counts as non-finite.)
+    One pass serves both: a sum of squares is finite only if every term is. (It is also infinite where the norm itself is
+    beyond float32, above 1.8e19; that counts as non-finite.) With a fused optimizer the gradients are still scaled here, and
+    its kernel divides in float32, which keeps finite numbers finite. Otherwise they are divided by S in place first, so
+    that the test looks at the very numbers that will be applied.
     """
-    scaled = torch.nn.utils.get_total_norm([_wide(grad) for grad in grads])
-    norm = scaled * state.loss_scale.inverse(state.scale) if state.loss_scale.active else scaled
-    return norm, ~scaled.isfinite()
+    if state.loss_scale.active and not state.fused:
+        torch._foreach_mul_(list(grads), state.loss_scale.inverse(state.scale))
+    norm = torch.nn.utils.get_total_norm([_wide(grad) for grad in grads])
+    bad = ~norm.isfinite()
+    return norm * state.loss_scale.inverse(state.scale) if state.loss_scale.active and state.fused else norm, bad
 
 
-def judge(state: TrainState, *, loss: Tensor, bad_grad: Tensor, empty: Tensor) -> Verdict:
-    """Tell an overflow (the scale's fault) from a non-finite loss (not its fault) and from an empty window."""
-    bad_loss = ~loss.isfinite()
+def judge(state: TrainState, sums: WindowSums, bad_grad: Tensor) -> Verdict:
+    """Tell an overflow (the scale's fault) from a non-finite loss or input (not its fault) and from an empty window."""
+    bad_loss = ~sums.loss.isfinite() | (bad_grad & sums.bad_input)
     bad_grad = bad_grad & ~bad_loss
     none = torch.zeros_like(bad_loss)
     overflow, nonfinite_grad = (bad_grad, none) if state.loss_scale.active else (none, bad_grad)
-    empty = empty & ~bad_loss & ~bad_grad
+    empty = (sums.valid == 0) & ~bad_loss & ~bad_grad
     return Verdict(~(bad_loss | bad_grad | empty), overflow, bad_loss, nonfinite_grad, empty)
 
 
 @torch.no_grad()
 def optimizer_step(state: TrainState, grads: Sequence[Tensor], *, norm: Tensor, lr: Tensor, verdict: Verdict) -> None:
-    """Unscale, clip on the true norm and step, or leave everything as it is where the verdict says so.
+    """Clip on the true norm and step, or leave everything as it is where the verdict says so.
 
-    Unscaling and clipping are one factor, clip/S. A fused kernel divides by its inverse on the way; otherwise it is one
-    multiplication. Without a scale the clip is that of ``clip_grad_norm_``, so that FP32 equals a plain loop bit for bit.
+    For a fused kernel unscaling and clipping are one divisor, S/clip. Without a scale the clip is that of
+    ``clip_grad_norm_``, so that FP32 equals a plain loop bit for bit.
     """
     optimizer = state.optimizer
-    clip = None
+    scaled = state.fused and state.loss_scale.active
+    divisor = state.scale.scale if scaled else None
     if state.clip_norm is not None:
         clip = (state.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-    divisor = None
-    if state.fused and state.loss_scale.active:
-        divisor = state.scale.scale if clip is None else state.scale.scale / clip
-    elif state.loss_scale.active:
-        inverse = state.loss_scale.inverse(state.scale)
-        torch._foreach_mul_(list(grads), inverse if clip is None else clip * inverse)
-    elif clip is not None:
-        torch._foreach_mul_(list(grads), clip)
+        if divisor is None:
+            torch._foreach_mul_(list(grads), clip)
+        else:
+            divisor = divisor / clip
     if state.fused:
         for group in optimizer.param_groups:
             group["lr"].copy_(lr)
@@ -300,14 +250,6 @@ def _wide(grad: Tensor) -> Tensor:
     if grad.is_complex():
         return torch.view_as_real(grad)
     return grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
-
-
-def _lost(state: TrainState, loss: Tensor) -> bool:
-    """Whether the window is known to be lost, where the host can tell without waiting: on the CPU."""
-    if state.device.type != "cpu":
-        return False
-    norm = torch.nn.utils.get_total_norm([_wide(p.grad) for p in state.params if p.grad is not None])
-    return not bool(torch.stack([loss, norm.to(loss.dtype)]).isfinite().all().tolist())
 
 
 @torch.no_grad()
