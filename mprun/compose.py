@@ -129,7 +129,7 @@ def compose(overrides: Sequence[str], *, command: str = "train") -> Composed:
     GlobalHydra.instance().clear()
     # One run, one uid: a resolver with a cache keeps it per config object, and each compose makes a new one.
     try:
-        with initialize_config_dir(str(tree("conf")), version_base=_version_base()):
+        with initialize_config_dir(str(tree("conf")), version_base=hydra_version_base()):
             composed = hydra_compose("config", overrides=ready, return_hydra_config=True)
         hydra_node = _resolved_hydra(composed)
         node = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
@@ -269,7 +269,7 @@ def _recipe_option(name: str) -> str:
     return option
 
 
-def _version_base() -> str | None:
+def hydra_version_base() -> str | None:
     """Hydra 1.3 asks for a version base; later ones have a single behaviour."""
     import hydra
 

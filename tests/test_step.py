@@ -357,3 +357,23 @@ def test_integer_labels_of_any_width(make_state):
         for dtype in (torch.int64, torch.int32, torch.uint8)
     }
     assert len(set(losses.values())) == 1
+
+
+def test_ema_reads_buffers_of_any_layout(make_state):
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+            self.register_buffer("expanded", torch.ones(1).expand(5))
+            self.register_buffer("transposed", torch.arange(6.0).reshape(2, 3).T)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
+
+    state = make_state(Odd(), **{"train.ema.decay": 0.5})
+    for _ in range(2):
+        train_step(state, [batch(torch.ones(2, 4), torch.tensor([0, 1]))])
+    assert torch.equal(state.model.expanded, torch.ones(5))
+    with state.ema.swapped_in(state.model):
+        assert torch.equal(state.model.transposed, torch.arange(6.0).reshape(2, 3).T)
+    assert torch.equal(state.ema.shadow["transposed"], torch.arange(6.0).reshape(2, 3).T)

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mprun.commands import VALUED_FLAGS
-from mprun.compose import check, check_words, options, prepare, register, translate, tree
+from mprun.compose import check, check_words, hydra_version_base, options, prepare, register, translate, tree
 from mprun.errors import ConfigError, MprunError
 
 
@@ -46,7 +46,7 @@ def run(words: Sequence[str]) -> int:
     ready = prepare(overrides)
     check_words(ready)
     sys.argv = ["mprun", *flags, *ready]
-    entry = hydra.main(version_base="1.3", config_path=str(tree("conf")), config_name="config")(job)
+    entry = hydra.main(version_base=hydra_version_base(), config_path=str(tree("conf")), config_name="config")(job)
     try:
         entry()
     except (HydraException, OmegaConfBaseException) as error:

@@ -211,7 +211,7 @@ def log_train(run: Run) -> None:
         **({} if run.config.dataset.task is Task.regression else {"train/top1": top1}),
         "train/grad_norm": row.grad_norm,
         "train/lr": row.lr,
-        "precision/loss_scale": float(run.state.scale.scale) if run.state.device.type == "cpu" else row.loss_scale,
+        "precision/loss_scale": row.loss_scale,
         "precision/skipped_steps": run.state.counters.skipped,
         "perf/examples_per_s": run.window_examples / seconds,
         "perf/step_ms": 1e3 * seconds / max(run.window_attempts, 1),

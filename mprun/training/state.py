@@ -96,7 +96,7 @@ class TrainState:
     def named_truth(self) -> Iterator[tuple[str, Tensor]]:
         """Names with the FP32 truth of every parameter, then every buffer: what the EMA is fed from."""
         yield from self.weights
-        yield from self.model.named_buffers()
+        yield from ((name, buffer) for name, buffer in self.model.named_buffers() if _movable(buffer))
 
     def run_forward(self, inputs: Any, policy: PrecisionPolicy | None = None) -> Tensor:
         """The model's output for ``inputs``, under ``policy`` (the training policy if None), in one autocast region."""
@@ -111,6 +111,7 @@ class TrainState:
             (module, name, buffer.detach().clone())
             for module in self.model.modules()
             for name, buffer in module.named_buffers(recurse=False)
+            if _movable(buffer)
         ]
 
     @torch.no_grad()
@@ -119,6 +120,11 @@ class TrainState:
         for module, name, old in saved:
             new = getattr(module, name)
             torch.where(applied, new, old, out=new)
+
+
+def _movable(buffer: Tensor) -> bool:
+    """Whether a buffer can be written in place: not if its elements share memory, as those of an expanded tensor do."""
+    return all(stride or size == 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
 
 
 def build_state(config: Config, model: nn.Module, schedule: Schedule, device: torch.device) -> TrainState:
