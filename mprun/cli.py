@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"mprun {__version__}")
             return 0
         command, rest = split(words)
+        if command == "help":
+            return main(["--help"])
         if command == "train" and any(word.split("=")[0] in HYDRA_FLAGS for word in rest):
             from mprun.commands.multirun import run as hydra_run
 
@@ -91,7 +93,9 @@ def split(words: Sequence[str]) -> tuple[str, list[str]]:
             continue
         if word in COMMANDS:
             return word, [*words[:index], *words[index + 1 :]]
-        raise ConfigError(f"unknown command {word!r}: {nearest(word, COMMANDS)}")
+        if word == "help":
+            return "help", []
+        raise ConfigError(f"unknown command {word!r}: {nearest(word, COMMANDS)}; options are written key=value")
     return "train", list(words)
 
 

@@ -171,6 +171,8 @@ def translate(error: BaseException, overrides: Sequence[str]) -> str:
         return _unknown_key(full[1] if full else match[1])
     if match := re.search(r"Could not append to config\. An item is already at '([^']+)'", text):
         return f"+{match[1]}: the key exists already; write {match[1]}=... without the plus"
+    if match := re.search(r"Missing mandatory value: (\S+)", text):
+        return f"{match[1]} has no value: this option needs one, set it with {match[1]}=..."
     if match := re.search(r"You must specify '([^']+)'", text):
         return f"{match[1]} has no value: set it with {match[1]}=..."
     key = given.lstrip("+").partition("=")[0]

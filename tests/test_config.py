@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -64,7 +64,7 @@ REFUSED = [
     (["model.name=vitt"], ["model.name", "vit"]),
     (["model=timm", "model.name=resnet5O"], ["resnet5O", "resnet50"]),
     (["model.kwargs.dpeth=6"], ["model.kwargs.dpeth", "depth"]),
-    (["model=timm"], ["model.name"]),
+    (["model=timm"], ["model.name has no value"]),
     (["name=a,b"], ["comma", "-m"]),
     (["resume=runs/epoch=3.ckpt"], ["runs/epoch=3.ckpt", "no such file"]),
     (["name=epoch=3"], ["quote"]),
@@ -187,13 +187,15 @@ def test_commands_that_do_not_train_import_no_torch_and_are_quick(command, tmp_p
         "import sys, json; from mprun.cli import main; status = main(sys.argv[1:]);"
         "print(json.dumps([status, sorted(m for m in ('torch', 'timm', 'wandb', 'torchvision', 'sklearn') if m in sys.modules)]))"
     )
+    # Processor time, so that a busy machine does not count.
     best = 99.0
     for _ in range(3):
-        begin = time.perf_counter()
+        begin = os.times()
         done = subprocess.run(
             [sys.executable, "-c", code, *command], capture_output=True, text=True, cwd=tmp_path, check=True
         )
-        best = min(best, time.perf_counter() - begin)
+        spent = os.times()
+        best = min(best, spent.children_user + spent.children_system - begin.children_user - begin.children_system)
     assert json.loads(done.stdout.splitlines()[-1]) == [0, []], done.stderr
     assert best < 1.5
     assert list(tmp_path.iterdir()) == []
