@@ -52,6 +52,10 @@ Hydra's flags work as well: -m/--multirun, --cfg job, --info, --shell-completion
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line. Returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    # OpenMP's threads wait for each other by spinning, and where another process has the core a step of 25 ms takes 500.
+    # Read when torch is loaded; after a thousand turns (microseconds) they sleep instead.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     # Hydra then raises its errors instead of printing them, so that each is printed once, here.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
