@@ -133,9 +133,13 @@ def compose(overrides: Sequence[str], *, command: str = "train") -> Composed:
             composed = hydra_compose("config", overrides=ready, return_hydra_config=True)
         hydra_node = _resolved_hydra(composed)
         node = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
-    except (HydraException, OmegaConfBaseException) as error:
+        config = check(node, command=command)
+    except ConfigError:
+        raise
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        # Hydra raises a bare ValueError for a group or a defaults list of the wrong kind.
         raise ConfigError(translate(error, ready)) from error
-    return Composed(check(node, command=command), hydra_node, tuple(ready), _choices(hydra_node))
+    return Composed(config, hydra_node, tuple(_recorded(ready, overrides)), _choices(hydra_node))
 
 
 def check(node: DictConfig, *, command: str, folder: str = "") -> Config:
@@ -189,6 +193,19 @@ def translate(error: BaseException, overrides: Sequence[str]) -> str:
 def _chain(error: BaseException | None) -> list[str]:
     """The texts of ``error`` and of what caused it."""
     return [] if error is None else [str(error), *_chain(error.__cause__ or error.__context__)]
+
+
+def _recorded(ready: Sequence[str], given: Sequence[str]) -> list[str]:
+    """The overrides as a later run can read them: a recipe file by its absolute path, not by the name it had in here."""
+    files = {
+        slug(Path(path).stem): path for word in given if word.startswith("recipe=") for path in [word.partition("=")[2]]
+    }
+    kept = []
+    for word in ready:
+        name = word.partition("=")[2]
+        path = files.get(name, "") if word.startswith("recipe=") else ""
+        kept.append(f"recipe={Path(path).expanduser().resolve()}" if path.endswith((".yaml", ".yml")) else word)
+    return kept
 
 
 def check_words(words: Sequence[str]) -> None:
@@ -263,8 +280,9 @@ def _recipe_option(name: str) -> str:
             raise RecipeError(f"recipe {path} is not a mapping of keys")
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise RecipeError(f"recipe {path} is not readable YAML: {' '.join(str(error).split())}") from error
-    if "trust" in node:
-        raise RecipeError(f"recipe {path} sets trust: only the command line may (trust=[package])")
+    for key in ("trust", "resume", "command", "hydra"):
+        if key in node:
+            raise RecipeError(f"recipe {path} sets {key}: only the command line may")
     option = slug(path.stem) if is_file else name
     group, _, leaf = f"recipe/{option}".rpartition("/")
     ConfigStore.instance().store(group=group, name=leaf, node=node, package="_global_", provider=str(path))

@@ -51,6 +51,8 @@ REFUSED = [
     (["precision=fp16_dynamic", "precision.compute_dtype=float32"], ["mode=autocast"]),
     (["precision.compute_dtype=fp17"], ["fp17", "float16"]),
     (["precision=bf16_master", "precision.eval_dtype=float32"], ["eval_dtype=float32", "mode=master"]),
+    (["meta.x=${nope}"], ["nope"]),
+    (["optimizer.lr=${optimizer.weight_decay}", "optimizer.weight_decay=${optimizer.lr}"], ["not legal"]),
     (["schedule.name=foo"], ["schedule.name=foo", "cosine"]),
     (["optimizer.betas=[0.9]"], ["optimizer.betas=[0.9]"]),
     (["train.early_stop.metric=val/acc"], ["val/acc", "val/top1"]),
@@ -164,6 +166,8 @@ def test_recipe_beats_defaults_and_the_command_line_beats_the_recipe(tmp_path, m
         ("train: [1", "YAML"),
         ("- 1\n- 2\n", "not a mapping"),
         ("trust: [os]\n", "trust"),
+        ("resume: latest\n", "resume"),
+        ("hydra: {run: {dir: x}}\n", "hydra"),
     ],
 )
 def test_bad_recipe_files_are_named(tmp_path, text, said):

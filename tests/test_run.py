@@ -726,3 +726,49 @@ def odd(num_classes, input_shape):
     code = main([*USERS, "model.name=userpkg:odd", "precision=fp32", "train.epochs=1"])
     assert code in (1, 2)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("precision", ["fp16_dynamic", "bf16", "fp16_master_dynamic"])
+def test_torchs_transformer_layers_evaluate_to_numbers(folder, precision):
+    """torch's fused evaluation of these layers does not know the CPU's autocast and gives NaN under it."""
+    Path("userpkg.py").write_text(
+        USER
+        + """
+def encoder(num_classes, input_shape):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (3, 2)), nn.Linear(2, 8), nn.TransformerEncoder(layer, 2), nn.Flatten(), nn.Linear(24, 4))
+"""
+    )
+    assert main([*USERS, "model.name=userpkg:encoder", f"precision={precision}", "train.epochs=1"]) == 0
+    assert result()["final"]["val/loss"] < 10
+
+
+def test_a_recipe_file_survives_resume(folder):
+    Path("mine.yaml").write_text("# mine\ntrain:\n  epochs: 1\n  clip_norm: 0.25\n")
+    words = [word for word in QUICK if not word.startswith("train.epochs")]
+    assert main([*words, "recipe=./mine.yaml"]) == 0
+    run = latest()
+    assert main(["resume=latest", "train.epochs=2"]) == 0
+    assert latest() == run
+    assert to_config(OmegaConf.load(run / "config.yaml")).train.clip_norm == 0.25
+
+
+@pytest.mark.parametrize("cast", ["half", "double"])
+def test_a_model_that_arrives_in_another_dtype_is_refused_by_name(folder, capsys, cast):
+    Path("userpkg.py").write_text(
+        USER.replace("return nn.Sequential(", "return nn.Sequential(").replace(
+            "nn.Linear(16, 4))", f"nn.Linear(16, 4)).{cast}()"
+        )
+    )
+    for precision in ("fp32", "fp16_dynamic", "fp16_master_dynamic"):
+        assert main([*USERS, f"precision={precision}"]) == 2
+        assert "0.weight arrives as float" in capsys.readouterr().err
+    assert not Path("outputs").exists()
+
+
+def test_a_run_stopped_on_its_last_step_can_be_concluded(folder):
+    assert main(QUICK) == 0
+    path = latest() / "result.json"
+    path.write_text(json.dumps({**result(), "status": "interrupted"}))
+    assert main(["resume=latest"]) == 0
+    assert result()["status"] == "ok"

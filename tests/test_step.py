@@ -377,3 +377,10 @@ def test_ema_reads_buffers_of_any_layout(make_state):
     with state.ema.swapped_in(state.model):
         assert torch.equal(state.model.transposed, torch.arange(6.0).reshape(2, 3).T)
     assert torch.equal(state.ema.shadow["transposed"], torch.arange(6.0).reshape(2, 3).T)
+
+
+def test_regression_of_another_shape_is_refused_not_reshaped(make_state):
+    state = make_state(nn.Linear(1, 3), **REGRESSION)
+    with pytest.raises(ConfigError, match=r"\(2, 3\).*\(3, 2\)"):
+        train_step(state, [batch(torch.ones(2, 1), torch.ones(3, 2))])
+    assert train_step(make_state(toy(), **REGRESSION), [batch(torch.ones(2, 1), torch.ones(2))]).read().applied

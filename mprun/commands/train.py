@@ -6,6 +6,7 @@ in every case; an error that a user can cause ends as one printed block, one of 
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
@@ -64,6 +65,14 @@ def execute(config: Config, run_dir: Path, *, resume: Resume | None = None, comp
         return _recorded(run, plain, kernels, started=started, resumed=saved is not None, composed=composed)
 
 
+def _ended_well(run_dir: Path) -> bool:
+    """Whether ``result.json`` says that the run came to its end; a run that was stopped on its last step still has to."""
+    try:
+        return bool(json.loads((run_dir / "result.json").read_text(encoding="utf-8"))["status"] == "ok")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def _check_resume(saved: Mapping[str, Any], plain: Mapping[str, Any], resume: Resume) -> None:
     """Refuse what cannot change, say what does."""
     changed = changes(saved["config"], plain)
@@ -83,7 +92,7 @@ def _recorded(
     from mprun.training.loop import finished, stop_early
 
     config, run_dir = run.config, run.run_dir
-    if resumed and (finished(run) or stop_early(run)):
+    if resumed and (finished(run) or stop_early(run)) and _ended_well(run_dir):
         print(
             f"{run_dir} is finished ({run.state.counters.applied} steps): nothing to do; raise train.epochs or train.steps"
         )

@@ -28,6 +28,7 @@ from typing import Any, ContextManager  # noqa: UP035
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from mprun.config import DType, PrecisionConfig
 from mprun.errors import ConfigError, PrecisionError
@@ -165,6 +166,8 @@ def map_tensors(value: Any, function: Any) -> Any:
         same = copy.copy(value)  # a defaultdict, a user's own mapping: its constructor may want something else
         same.update(items)
         return same
+    if isinstance(value, PackedSequence):
+        return value._replace(data=map_tensors(value.data, function))
     if isinstance(value, tuple):
         parts = [map_tensors(item, function) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)

@@ -14,7 +14,6 @@ from mprun.data import build_data
 from mprun.data.base import Data
 from mprun.errors import ConfigError
 from mprun.models.build import build_model
-from mprun.precision.casting import HALF_MODES
 from mprun.precision.cpu_autocast import cuda_operation_list
 from mprun.precision.cpu_half import cpu_half_kernels, resolve
 from mprun.precision.policy import PrecisionPolicy, check_support, matmul_precision
@@ -44,7 +43,7 @@ def switches(config: Config, device: torch.device) -> Iterator[str]:
     with ExitStack() as stack:
         stack.enter_context(matmul_precision(policy))
         stack.enter_context(_determinism(config.deterministic))
-        if policy.mode in HALF_MODES:
+        if dtypes & {torch.float16, torch.bfloat16}:
             stack.enter_context(_no_fused_attention_layer())
         if device.type == "cpu" and dtypes & {torch.float16, torch.bfloat16}:
             stack.enter_context(cuda_operation_list())

@@ -51,12 +51,12 @@ def fit(run: Run) -> RunResult:
                     break
             else:
                 end_epoch(run, empty_before)
-            if run.stop_signal is not None:
+            if run.stop_signal is not None and not finished(run):
                 save(run)
                 return RunResult("interrupted", run.stop_signal)
             if stop_early(run):
                 return conclude(run, f"no better {run.best.metric} in {run.best.stale} evaluations")
-    return conclude(run, None)
+        return conclude(run, None)
 
 
 def announcements(policy: PrecisionPolicy, scale: LossScale) -> list[str]:
@@ -191,6 +191,7 @@ def conclude(run: Run, reason: str | None) -> RunResult:
     if run.means.targets:
         log_train(run)
     if run.evaluated_step != run.state.counters.applied:
+        save(run)  # first of all: an evaluation can fail, and the training before it must not be lost
         evaluate(run)
     save(run)
     return RunResult("ok", reason=reason)

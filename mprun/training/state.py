@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun.config import Config, Task
+from mprun.errors import ConfigError
 from mprun.precision.casting import apply_plan
 from mprun.precision.master import Masters, take_truths
 from mprun.precision.overrides import PlanEntry, make_plan
@@ -122,6 +123,24 @@ class TrainState:
             torch.where(applied, new, old, out=new)
 
 
+def _refuse_other_dtypes(model: nn.Module) -> None:
+    """A model must arrive in float32: that is the truth every policy starts from.
+
+    Raises:
+        ConfigError: names the first parameter that is not.
+    """
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter) or p.is_meta:
+            raise ConfigError(
+                f"parameter {name} has no values yet (a lazy or meta module): initialise the model in its builder"
+            )
+        if p.is_floating_point() and p.dtype != torch.float32:
+            raise ConfigError(
+                f"parameter {name} arrives as {str(p.dtype).removeprefix('torch.')}, not float32: the precision policy casts "
+                "parameters, a model must not do it itself (look for .half(), .double() or a default dtype)"
+            )
+
+
 def _movable(buffer: Tensor) -> bool:
     """Whether a buffer can be written in place: not if its elements share memory, as those of an expanded tensor do."""
     return all(stride or size == 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
@@ -144,6 +163,7 @@ def build_state(config: Config, model: nn.Module, schedule: Schedule, device: to
         model = model.to(memory_format=torch.channels_last)
     policy = PrecisionPolicy.from_config(config.precision)
     rule = LossScale.from_config(config.precision.loss_scale)
+    _refuse_other_dtypes(model)
     plan = make_plan(model, policy.fp32_modules, mode=policy.mode)
     truths = take_truths(model, mode=policy.mode)
     evaluation = policy.for_eval(config.precision.eval_dtype)

@@ -162,6 +162,11 @@ def summed_loss(output: Tensor, targets: Tensor, task: Task, *, label_smoothing:
     """
     output = output.float()
     if task is Task.regression:
+        if output.shape not in (targets.shape, (*targets.shape, 1)) and targets.shape != (*output.shape, 1):
+            raise ConfigError(
+                f"the model's output has shape {tuple(output.shape)}, the targets {tuple(targets.shape)}: a regression needs the "
+                "same shape (or one more axis of size 1)"
+            )
         difference = output.reshape(targets.shape) - targets.float()
         return difference.square().sum(), torch.zeros((), dtype=torch.int64, device=output.device)
     if task is Task.language_model:
