@@ -54,7 +54,10 @@ def switches(config: Config, device: torch.device) -> Iterator[str]:
 
 @contextmanager
 def _no_fused_attention_layer() -> Iterator[None]:
-    """Torch evaluates transformer layers in one call that reads the weights past their modules, borders included."""
+    """Switch off the call in which torch evaluates a transformer layer past its modules, borders included.
+
+    It asks only whether the autocast of CUDA is on: under the CPU's it would mix half inputs with float32 weights, into NaN.
+    """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
