@@ -6,12 +6,12 @@ Anything else (large files, text, nested inputs) is a ``dataset=python`` of the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mprun.config import Config, DatasetConfig, DatasetSource, Task
+from mprun.config import Config, DatasetConfig, DatasetSource
 from mprun.data.base import Batch, Data, DataSpec, subseed
 from mprun.errors import ConfigError, nearest
-from mprun.signatures import check_kwargs, import_target
+from mprun.signatures import check_kwargs, import_target, legal_kwargs
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,13 @@ def check_dataset(config: DatasetConfig) -> None:
     Raises:
         ConfigError: an unknown name or keyword.
     """
-    check_kwargs(target_of(config), config.kwargs, key="dataset.kwargs")
+    target = target_of(config)
+    if config.source is DatasetSource.python:
+        check_kwargs(target, config.kwargs, key="dataset.kwargs")
+        return
+    check_kwargs(target, config.kwargs, key="dataset.kwargs", reserved=["root"])
+    if config.root is not None and "root" not in legal_kwargs(target).names:
+        raise ConfigError(f"dataset.root={config.root}: {config.name} reads no folder; leave dataset.root out")
 
 
 def build_data(config: Config, *, device: torch.device) -> Data:
@@ -61,28 +67,16 @@ def build_data(config: Config, *, device: torch.device) -> Data:
         from mprun.data.python import build_python_data
 
         return build_python_data(config, device=device)
-    return _build_image_data(config, device=device)
+    made = import_target(target_of(config.dataset), trust=["mprun"], key="dataset.name")(**_arguments(config.dataset))
+    # What the builder returned says how batches are made of it.
+    from mprun.data.tensors import ImageSet, image_data
+
+    if isinstance(made, ImageSet):
+        return image_data(config, made, device=device)
+    raise TypeError(f"the builder of dataset.name={config.dataset.name} returned {type(made).__name__}")
 
 
-def _build_image_data(config: Config, *, device: torch.device) -> Data:
-    from mprun.data.augment import find_augmentation
-    from mprun.data.sampler import Sampler
-    from mprun.data.tensors import TensorData
-
-    wanted = config.dataset
-    if wanted.task is not Task.classification:
-        raise ConfigError(f"dataset.task={wanted.task.value} does not fit {wanted.name}: it is for classification")
-    augment = find_augmentation(wanted.augment)
-    images = import_target(target_of(wanted), trust=["mprun"], key="dataset.name")(**wanted.kwargs)
-    train = images.train.first(wanted.limit).to(device)
-    spec = DataSpec(
-        name=wanted.name,
-        task=wanted.task,
-        input_shape=tuple(images.train.images.shape[1:]),
-        num_classes=images.num_classes,
-        train_examples=len(train),
-        val_examples=len(images.val),
-        sha256=images.sha256,
-    )
-    sampler = Sampler.of(config.train, examples=len(train), seed=config.seed)
-    return TensorData(spec, train, images.val.to(device), sampler, augment, images.background)
+def _arguments(config: DatasetConfig) -> dict[str, Any]:
+    """What the builder is called with: ``dataset.kwargs``, and ``dataset.root`` where it reads a folder."""
+    takes_root = "root" in legal_kwargs(target_of(config)).names
+    return {**config.kwargs, "root": config.root} if takes_root else dict(config.kwargs)

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mprun.data.augment import Augmentation
+from mprun.config import Config, Task
+from mprun.data.augment import Augmentation, find_augmentation
 from mprun.data.base import Batch, DataSpec, subseed
 from mprun.data.sampler import Sampler
+from mprun.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -94,3 +96,27 @@ class TensorData:
         """The validation split in order, in batches of the training batch size."""
         for ids in torch.split(torch.arange(len(self.val)), self.sampler.batch_size):
             yield self.val.gather(ids)
+
+
+def image_data(config: Config, images: ImageSet, *, device: torch.device) -> TensorData:
+    """Batches of a small image set, as ``config`` wants them.
+
+    Raises:
+        ConfigError: the task or the augmentation does not fit.
+    """
+    wanted = config.dataset
+    if wanted.task is not Task.classification:
+        raise ConfigError(f"dataset.task={wanted.task.value} does not fit {wanted.name}: it is for classification")
+    augment = find_augmentation(wanted.augment)
+    train = images.train.first(wanted.limit).to(device)
+    spec = DataSpec(
+        name=wanted.name,
+        task=wanted.task,
+        input_shape=tuple(images.train.images.shape[1:]),
+        num_classes=images.num_classes,
+        train_examples=len(train),
+        val_examples=len(images.val),
+        sha256=images.sha256,
+    )
+    sampler = Sampler.of(config.train, examples=len(train), seed=config.seed)
+    return TensorData(spec, train, images.val.to(device), sampler, augment, images.background)
