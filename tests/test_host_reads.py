@@ -26,6 +26,10 @@ SYNCHRONISING = {
 }
 
 
+# On the CPU these read memory without an operation that could be counted.
+READERS = ("tolist", "numpy", "__array__", "data_ptr")
+
+
 class Count(TorchDispatchMode):
     """Counts operations after which the host has waited for the device."""
 
@@ -33,6 +37,25 @@ class Count(TorchDispatchMode):
         super().__init__()
         self.found: Counter[str] = Counter()
         self.on = True
+        self.methods = {name: getattr(torch.Tensor, name) for name in READERS}
+
+    def __enter__(self) -> Any:
+        for name, method in self.methods.items():
+            setattr(torch.Tensor, name, self._counting(name, method))
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        for name, method in self.methods.items():
+            setattr(torch.Tensor, name, method)
+
+    def _counting(self, name: str, method: Any) -> Any:
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.on:
+                self.found[name] += 1
+            return method(tensor, *args, **kwargs)
+
+        return call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -83,4 +106,6 @@ def test_the_counter_sees_what_it_should():
     with Count() as count:
         bool(torch.ones(()) > 0)
         torch.ones(()).item()
-    assert count.found["_local_scalar_dense"] == 2
+        torch.ones(3).tolist()
+        torch.ones(3).numpy()
+    assert count.found == {"_local_scalar_dense": 2, "tolist": 1, "numpy": 1}

@@ -90,6 +90,7 @@ def restore(state: TrainState, saved: Mapping[str, Any], *, path: Path) -> None:
     state.counters = HostCounters(**saved["counters"])
     state.position = Position(**saved["position"])
     state.applied.fill_(state.counters.applied)
+    state.rates.moved()
     restore_rng(saved["rng"])
 
 

@@ -66,7 +66,7 @@ class Schedule:
         return SHAPES[self.name](step, self)
 
     def table(self) -> list[float]:
-        """Every multiplier from step 0 to ``total_steps``, so that a device can look its own step up."""
+        """Every multiplier from step 0 to ``total_steps``, for a plot or a test."""
         return [self(step) for step in range(self.total_steps + 1)]
 
 

@@ -24,6 +24,7 @@ from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.scaling import LossScale, ScaleState
 from mprun.training.ema import Ema
 from mprun.training.optim import build_optimizer, is_fused
+from mprun.training.rates import Rates
 from mprun.training.recompute import apply_checkpointing
 from mprun.training.schedule import Schedule
 
@@ -56,7 +57,7 @@ class TrainState:
         forward: the same module, or its compiled form.
         policy: the precision policy of training.
         loss_scale: the rule of the loss scale; ``scale`` is where it stands.
-        schedule: applied steps -> learning-rate multiplier; ``lr_table`` is the same as a tensor on the device.
+        schedule: applied steps -> learning-rate multiplier; ``rates`` looks it up on the device.
         optimizer: owns the FP32 truth.
         params: the tensors that the optimizer owns, in the model's order (its groups have another), so that the global norm
             adds up in the order of a plain loop.
@@ -73,7 +74,7 @@ class TrainState:
     loss_scale: LossScale
     scale: ScaleState
     schedule: Schedule
-    lr_table: Tensor
+    rates: Rates
     optimizer: Optimizer
     params: list[Tensor]
     weights: Masters
@@ -173,7 +174,6 @@ def build_state(config: Config, model: nn.Module, schedule: Schedule, device: to
     weights = Masters(model, truths)
     weights.write_back()
     optimizer = build_optimizer(config.optimizer, weights, device)
-    table_dtype = torch.float64 if device.type == "cpu" else torch.float32
     state = TrainState(
         model=model,
         forward=torch.compile(model) if config.model.compile else model,  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ def build_state(config: Config, model: nn.Module, schedule: Schedule, device: to
         loss_scale=rule,
         scale=rule.start(device),
         schedule=schedule,
-        lr_table=torch.tensor(schedule.table(), dtype=table_dtype, device=device),
+        rates=Rates(schedule, device),
         optimizer=optimizer,
         params=[p for _, p in weights if p.requires_grad],
         weights=weights,

@@ -49,7 +49,7 @@ def train_step(state: TrainState, window: Sequence[Batch]) -> StepResult:
     grads = _gradients(state)
     norm, bad_grad = gradient_norm(state, grads)
     verdict = judge(state, sums, bad_grad | sums.lost)
-    lr = state.lr_table.take(state.applied.clamp(max=len(state.lr_table) - 1)) * state.base_lr
+    lr = state.rates.at(state.applied) * state.base_lr
     optimizer_step(state, grads, norm=norm, lr=lr, verdict=verdict)
     state.weights.write_back()
     state.undo_buffers(buffers, verdict.applied)
