@@ -1,7 +1,8 @@
 """Datasets by name. Importing this package imports no torch; building a dataset does.
 
-A new set of small images is a function that returns :class:`mprun.data.tensors.ImageSet` and a line in ``DATASETS``.
-Anything else (large files, text, nested inputs) is a ``dataset=python`` of the user's own.
+A new set of small images is a function that returns :class:`mprun.data.tensors.ImageSet` and a line in ``DATASETS``; a
+text one that returns :class:`mprun.data.text.TextSet`. Anything else (large files, nested inputs) is a
+``dataset=python`` of the user's own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["DATASETS", "Batch", "Data", "DataSpec", "build_data", "check_dataset", "subseed", "target_of"]
 
-DATASETS: dict[str, str] = {"digits": "mprun.data.digits:digits"}
+DATASETS: dict[str, str] = {
+    "digits": "mprun.data.digits:digits",
+    "python_docs": "mprun.data.text:python_docs",
+    "text": "mprun.data.text:text",
+}
 
 
 def target_of(config: DatasetConfig) -> str:
@@ -73,6 +78,10 @@ def build_data(config: Config, *, device: torch.device) -> Data:
 
     if isinstance(made, ImageSet):
         return image_data(config, made, device=device)
+    from mprun.data.text import TextSet, text_data
+
+    if isinstance(made, TextSet):
+        return text_data(config, made, device=device)
     raise TypeError(f"the builder of dataset.name={config.dataset.name} returned {type(made).__name__}")
 
 

@@ -19,6 +19,7 @@ MODELS: dict[str, str] = {
     "vit": "mprun.models.vit:vit",
     "resnet": "mprun.models.resnet:resnet",
     "mlp": "mprun.models.mlp:mlp",
+    "gpt": "mprun.models.gpt:gpt",
 }
 
 # What fetches or unpickles files, or changes how a model is made rather than what it is. `model.init` loads weights.
