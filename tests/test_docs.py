@@ -27,7 +27,7 @@ from mprun.tracking import read_metrics
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
     name: ROOT / name
-    for name in ("README.md", "CONTRIBUTING.md", "docs/semantics.md", "docs/metrics.md", "docs/numerics.md")
+    for name in ("README.md", "CONTRIBUTING.md", "docs/semantics.md", "docs/metrics.md", "docs/numerics.md", "docs/lesson.md")
 }
 README = PAGES["README.md"].read_text(encoding="utf-8")
 
@@ -217,10 +217,11 @@ def test_the_formats_table_is_torch_s():
             assert float(decimal) == pytest.approx(value, rel=1e-3)
 
 
-def test_the_examples_of_the_numerics_page_compute_what_they_say():
-    page = PAGES["docs/numerics.md"].read_text(encoding="utf-8").replace("```", "")
-    test = doctest.DocTestParser().get_doctest(page, {}, "numerics.md", str(PAGES["docs/numerics.md"]), 0)
-    assert len(test.examples) > 20
+@pytest.mark.parametrize(("name", "examples"), [("docs/numerics.md", 8), ("docs/lesson.md", 50)])
+def test_the_examples_of_a_page_compute_what_they_say(name, examples):
+    page = PAGES[name].read_text(encoding="utf-8").replace("```", "")
+    test = doctest.DocTestParser().get_doctest(page, {}, name, str(PAGES[name]), 0)
+    assert len(test.examples) > examples
     result = doctest.DocTestRunner().run(test)
     assert result.failed == 0
 
