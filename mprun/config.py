@@ -124,7 +124,10 @@ class ModelConfig:
 
 @dataclass
 class DatasetConfig:
-    """``dataset.*``. ``augment`` names an augmentation of the dataset, ``limit`` keeps the first n training examples."""
+    """``dataset.*``. ``augment`` names augmentations joined by ``+``, ``limit`` keeps the first n training examples.
+
+    ``mixup`` and ``cutmix`` are the alpha of their Beta distribution, 0 for off (see ``mprun/data/mix.py``).
+    """
 
     name: str = "digits"
     source: DatasetSource = DatasetSource.mprun
@@ -133,6 +136,8 @@ class DatasetConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
     workers: int = 0
     augment: str | None = None
+    mixup: float = 0.0
+    cutmix: float = 0.0
     limit: int | None = None
 
 

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config import Config, DType, Mode, OnOverflow, ScaleKind, Task
 from mprun.errors import ConfigError, nearest
+from mprun.recipes import expect_problems, meta_problems
 
 # Free-form nodes: what they may hold is checked elsewhere (kwargs against the builder's signature).
 OPEN = ("model.kwargs", "dataset.kwargs", "optimizer.kwargs", "meta", "expect")
@@ -48,6 +49,8 @@ RANGES: dict[str, Rule] = {
     "seed": ("a whole number from 0 to 2**63 - 1", lambda v: 0 <= v < 2**63),
     "dataset.workers": _at_least(0),
     "dataset.limit": _at_least(1),
+    "dataset.mixup": _between(0, 100),
+    "dataset.cutmix": _between(0, 100),
     "precision.loss_scale.init": _SCALE,
     "precision.loss_scale.min": _SCALE,
     "precision.loss_scale.max": _SCALE,
@@ -102,6 +105,7 @@ def to_config(composed: DictConfig) -> Config:
         raise ConfigError(str(error).splitlines()[0] + f" (key {error.full_key})") from error
     assert isinstance(config, Config), "the schema is structured"
     problems = [*_range_problems(config), *_scale_problems(config), *_policy_problems(config), *_other_problems(config)]
+    problems += [*expect_problems(config.expect), *meta_problems(config.meta)]
     if problems:
         raise ConfigError("\n".join(problems))
     return config
@@ -195,5 +199,11 @@ def _other_problems(config: Config) -> Iterable[str]:
         yield f"train.early_stop.metric={metric} is never measured: {nearest(metric, METRICS)}"
     if config.train.label_smoothing and config.dataset.task is Task.regression:
         yield "train.label_smoothing spreads a target over classes: it has no meaning for dataset.task=regression; set it to 0"
+    for key in ("mixup", "cutmix"):
+        if getattr(config.dataset, key) and config.dataset.task is not Task.classification:
+            yield (
+                f"dataset.{key}={getattr(config.dataset, key)} mixes the targets of a classification, not of "
+                f"dataset.task={config.dataset.task.value}; set it to 0"
+            )
     if not config.name.strip():
         yield "name is empty: give the experiment a name, or leave the key out"

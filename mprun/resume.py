@@ -20,6 +20,7 @@ from mprun.runs import find_checkpoint, run_folder
 FIXED = (
     "seed", "model.name", "model.source", "model.kwargs", "model.init",
     "dataset.name", "dataset.source", "dataset.task", "dataset.kwargs", "dataset.augment", "dataset.limit",
+    "dataset.mixup", "dataset.cutmix",
     "optimizer.name", "train.batch_size", "train.accumulate", "train.shuffle", "train.drop_last",
 )  # fmt: skip
 

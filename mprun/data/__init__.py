@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mprun.config import Config, DatasetConfig, DatasetSource
 from mprun.data.base import Batch, Data, DataSpec, subseed
+from mprun.data.names import augment_names
 from mprun.errors import ConfigError, nearest
 from mprun.signatures import check_kwargs, import_target, legal_kwargs
 
@@ -48,7 +49,13 @@ def check_dataset(config: DatasetConfig) -> None:
     target = target_of(config)
     if config.source is DatasetSource.python:
         check_kwargs(target, config.kwargs, key="dataset.kwargs")
+        for key in ("mixup", "cutmix"):
+            if getattr(config, key):
+                raise ConfigError(
+                    f"dataset.{key}={getattr(config, key)}: a python dataset is not mixed; return class probabilities as targets"
+                )
         return
+    augment_names(config.augment)
     check_kwargs(target, config.kwargs, key="dataset.kwargs", reserved=["root"])
     if config.root is not None and "root" not in legal_kwargs(target).names:
         raise ConfigError(f"dataset.root={config.root}: {config.name} reads no folder; leave dataset.root out")

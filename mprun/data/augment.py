@@ -1,21 +1,50 @@
-"""Augmentation of whole batches, on their device, with draws that do not depend on the device.
+"""Augmentation of batches, with draws that depend on the address of a batch or sample and not on the device.
 
-An augmentation is a function ``(images, generator, background) -> images``. What is random is drawn from the CPU
-generator it is given, a few integers per image; the pixels are moved where they are. So the GPU augments exactly as the
-CPU does, without a copy of the images and without waiting for the device.
+Two kinds, which ``dataset.augment`` may join in any order:
+
+* batchwise (``shift``, ``crop``, ``flip``): what is random is drawn from a CPU generator that belongs to the batch, a
+  few integers per image; the pixels are moved where they are. So the GPU augments exactly as the CPU does, without a
+  copy of the images and without waiting for the device;
+* samplewise (``randaugment``, ``trivialaugment``): torchvision's, for 8-bit images on the CPU. They draw from the global
+  generator, which is seeded for each sample with (seed, epoch, sample index) and put back afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mprun.errors import ConfigError, nearest
+from mprun.data.base import subseed
+from mprun.data.names import BATCHWISE, RESIZE, SAMPLEWISE, augment_names
+from mprun.data.python import own_randomness, seed_everything
+from mprun.data.sampler import Sampler
+from mprun.errors import ConfigError
 
-Augmentation = Callable[[Tensor, torch.Generator, float], Tensor]
+CROP_PADDING = 4
+
+Batchwise = Callable[[Tensor, torch.Generator, float], Tensor]
+Samplewise = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Address:
+    """Which batch this is; everything random about it follows from here.
+
+    Attributes:
+        seed: the run's.
+        epoch: counted from 0.
+        number: of the batch within the epoch.
+        ids: the numbers of its B samples.
+    """
+
+    seed: int
+    epoch: int
+    number: int
+    ids: tuple[int, ...]
 
 
 def shift(images: Tensor, generator: torch.Generator, background: float) -> Tensor:
@@ -25,36 +54,129 @@ def shift(images: Tensor, generator: torch.Generator, background: float) -> Tens
     and ``background`` comes in at the border.
 
     Args:
-        images: (B, C, H, W), any float dtype and device. Not changed.
+        images: (B, C, H, W), any dtype and device. Not changed.
         generator: a CPU generator, drawn from.
         background: the value of an empty pixel.
 
     Returns:
         The moved images, as ``images`` in shape, dtype and device.
     """
+    chosen = torch.rand(len(images), generator=generator) < 0.5
+    offsets = torch.randint(-1, 2, (2, len(images)), generator=generator) * chosen
+    return _move(images, offsets, 1, background)
+
+
+def crop(images: Tensor, generator: torch.Generator, background: float) -> Tensor:
+    """Pad by 4 pixels of ``background`` on all sides and cut the old size out, at one of 9 x 9 places drawn evenly.
+
+    Args and returns as for :func:`shift`.
+    """
+    offsets = torch.randint(-CROP_PADDING, CROP_PADDING + 1, (2, len(images)), generator=generator)
+    return _move(images, offsets, CROP_PADDING, background)
+
+
+def flip(images: Tensor, generator: torch.Generator, background: float) -> Tensor:
+    """Swap left and right in half of the images. Args and returns as for :func:`shift`."""
+    chosen = torch.rand(len(images), generator=generator) < 0.5
+    mirrored = chosen.to(images.device, non_blocking=True)[:, None, None, None]
+    return torch.where(mirrored, images.flip(-1), images)
+
+
+def _move(images: Tensor, offsets: Tensor, margin: int, background: float) -> Tensor:
+    """Move image i by ``offsets[0, i]`` down and ``offsets[1, i]`` right; both within ``margin``."""
     count, channels, height, width = images.shape
-    chosen = torch.rand(count, generator=generator) < 0.5
-    offsets = torch.randint(-1, 2, (2, count), generator=generator) * chosen
     down, right = offsets.to(images.device, non_blocking=True)
-    padded = functional.pad(images, (1, 1, 1, 1), value=background)
-    rows = torch.arange(height, device=images.device) + 1 - down[:, None]
-    columns = torch.arange(width, device=images.device) + 1 - right[:, None]
+    padded = functional.pad(images, (margin,) * 4, value=background)
+    rows = torch.arange(height, device=images.device) + margin - down[:, None]
+    columns = torch.arange(width, device=images.device) + margin - right[:, None]
     sample = torch.arange(count, device=images.device)[:, None, None, None]
     channel = torch.arange(channels, device=images.device)[:, None, None]
     return padded[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
 
-AUGMENTATIONS: dict[str, Augmentation] = {"shift": shift}
+_BATCHWISE: dict[str, Batchwise] = {"shift": shift, "crop": crop, "flip": flip}
+assert tuple(_BATCHWISE) == BATCHWISE, "names.py lists them for those who must not import torch"
 
 
-def find_augmentation(name: str | None) -> Augmentation | None:
-    """The augmentation that ``dataset.augment`` names; ``None`` for null and ``none``.
+def _samplewise(name: str) -> Samplewise:
+    from torchvision.transforms import v2  # a second: only where it is needed
+
+    makers = {"randaugment": v2.RandAugment, "trivialaugment": v2.TrivialAugmentWide}
+    transform: Samplewise = makers[name]()
+    return transform
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What ``dataset.augment`` names, ready to be carried out. Picklable, so that workers can have it."""
+
+    names: tuple[str, ...]
+    background: float
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether a part of it takes its images one by one, on the CPU."""
+        return any(name in SAMPLEWISE for name in self.names)
+
+    def __call__(self, images: Tensor, address: Address) -> Tensor:
+        """Augment the batch at ``address``.
+
+        Args:
+            images: (B, C, H, W); uint8 and on the CPU if the pipeline is ``on_cpu``. Not changed.
+            address: where all draws come from. One generator serves the batchwise parts, one after the other.
+
+        Returns:
+            Images of the same shape, dtype and device.
+        """
+        generator = torch.Generator().manual_seed(subseed("augment", address.seed, address.epoch, address.number))
+        for name in self.names:
+            if name in _BATCHWISE:
+                images = _BATCHWISE[name](images, generator, self.background)
+            else:
+                images = _one_by_one(name, images, address)
+        return images
+
+
+def _one_by_one(name: str, images: Tensor, address: Address) -> Tensor:
+    transform, done = _samplewise(name), []
+    with own_randomness():
+        for image, index in zip(images, address.ids, strict=True):
+            seed_everything(subseed(name, address.seed, address.epoch, index))
+            done.append(transform(image))
+    return torch.stack(done)
+
+
+def addresses(sampler: Sampler, epoch: int, start: int = 0) -> Iterator[tuple[Address, Tensor]]:
+    """The addresses of an epoch's batches from number ``start`` on, each with its sample numbers, (B,) int64."""
+    for number, ids in enumerate(sampler.epoch(epoch, start), start=start):
+        yield Address(sampler.seed, epoch, number, tuple(ids.tolist())), ids
+
+
+def find_pipeline(augment: str | None, *, background: float, dtype: torch.dtype, name: str) -> Pipeline | None:
+    """The pipeline that ``dataset.augment`` describes for images in memory; ``None`` for null and ``none``.
+
+    Args:
+        augment: names joined by ``+``.
+        background: the value of an empty pixel.
+        dtype: of the pixels.
+        name: of the dataset, for messages.
 
     Raises:
-        ConfigError: there is no such augmentation.
+        ConfigError: there is no such augmentation, or it does not fit these images.
     """
-    if name is None or name == "none":
-        return None
-    if name not in AUGMENTATIONS:
-        raise ConfigError(f"dataset.augment={name!r} is unknown: {nearest(name, ['none', *AUGMENTATIONS])}")
-    return AUGMENTATIONS[name]
+    names = augment_names(augment)
+    if RESIZE in names:
+        raise ConfigError(
+            f"dataset.augment={augment!r}: {RESIZE} cuts image files to size; the images of {name} have one size "
+            f"already, use crop"
+        )
+    if dtype != torch.uint8:
+        refuse_samplewise(names, f"the pixels of {name} are not 8-bit; legal: none, {', '.join(BATCHWISE)}")
+    return Pipeline(names, background) if names else None
+
+
+def refuse_samplewise(names: Sequence[str], why: str) -> None:
+    """Raise a ConfigError if a name is samplewise."""
+    for name in names:
+        if name in SAMPLEWISE:
+            raise ConfigError(f"dataset.augment={name!r} does not fit: {why}")

@@ -37,6 +37,7 @@ class DataSpec:
         train_examples: number of training examples in use, after ``dataset.limit``.
         val_examples: number of validation examples.
         sha256: of the raw data, in hexadecimal; ``None`` where reading all of it would cost too much.
+        note: what a user must know about the data, said at the start of a run; ``None`` if nothing.
     """
 
     name: str
@@ -46,6 +47,7 @@ class DataSpec:
     train_examples: int
     val_examples: int
     sha256: str | None
+    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ class Batch:
 
     Attributes:
         inputs: a tensor (B, ...), or tensors nested in tuples, lists and dicts.
-        targets: (B, ...), int64 labels (-100 is ignored by the loss) or float values of a regression.
+        targets: (B, ...), int64 labels (-100 is ignored by the loss), class probabilities (B, classes), or float
+            values of a regression.
         ids: (B,), int64, always on the CPU: which samples these are, counted in the training (or validation) set.
     """
 

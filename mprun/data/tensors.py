@@ -1,20 +1,24 @@
-"""Small image sets, held whole on the device and gathered by index.
+"""Small image sets, held whole in memory and gathered by index.
 
 For a set of a few megabytes a data loader costs more than the training step: Python touches each sample, worker
-processes start, batches are copied over. Here an epoch is one permutation and each batch one gather on the device.
+processes start, batches are copied over. Here an epoch is one permutation and each batch one gather on the device. Only
+where an augmentation takes its images one by one does the training split stay on the CPU, and ``dataset.workers`` count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from mprun.config import Config, Task
-from mprun.data.augment import Augmentation, find_augmentation
-from mprun.data.base import Batch, DataSpec, subseed
+from mprun.config import Config, DatasetConfig, Task
+from mprun.data.augment import Address, Pipeline, addresses, find_pipeline
+from mprun.data.base import Batch, DataSpec
+from mprun.data.finish import Finish
+from mprun.data.loader import load_batches
 from mprun.data.sampler import Sampler
 from mprun.errors import ConfigError
 
@@ -24,7 +28,7 @@ class Split:
     """Images and labels of the same length.
 
     Attributes:
-        images: (N, C, H, W), float32.
+        images: (N, C, H, W), float32 or uint8.
         labels: (N,), int64.
     """
 
@@ -42,10 +46,10 @@ class Split:
         """The same split on ``device``."""
         return Split(self.images.to(device), self.labels.to(device))
 
-    def gather(self, ids: Tensor) -> Batch:
-        """The examples with these numbers, (B,) int64 on the CPU. Does not wait for the device."""
+    def gather(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Images and labels with these numbers, (B,) int64 on the CPU. Does not wait for the device."""
         index = ids.to(self.labels.device, non_blocking=True)
-        return Batch(self.images[index], self.labels[index], ids)
+        return self.images[index], self.labels[index]
 
 
 @dataclass(frozen=True)
@@ -56,27 +60,34 @@ class ImageSet:
         train: training split.
         val: validation split.
         num_classes: labels are in 0 .. num_classes - 1.
-        background: the value of an empty pixel, after normalisation.
-        sha256: of the raw data, in hexadecimal.
+        background: the value of an empty pixel, in the units of the images as they are here.
+        sha256: of the raw data, in hexadecimal; ``None`` where there is none.
+        norm: mean and standard deviation per channel, of pixels from 0 to 1, that batches of uint8 images are normalised
+            with; ``None`` for float32 images that are normalised already.
+        note: what a user must know about the set, said at the start of a run.
     """
 
     train: Split
     val: Split
     num_classes: int
     background: float
-    sha256: str
+    sha256: str | None
+    norm: tuple[Sequence[float], Sequence[float]] | None = None
+    note: str | None = None
 
 
 @dataclass(frozen=True)
 class TensorData:
-    """The :class:`~mprun.data.base.Data` of splits that lie on the device."""
+    """The :class:`~mprun.data.base.Data` of splits in memory, on the device unless ``pipeline.on_cpu``."""
 
     spec: DataSpec
     train: Split
     val: Split
     sampler: Sampler
-    augment: Augmentation | None
-    background: float
+    pipeline: Pipeline | None
+    finish: Finish
+    device: torch.device
+    workers: int
 
     @property
     def batches_per_epoch(self) -> int:
@@ -85,17 +96,27 @@ class TensorData:
 
     def train_batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from number ``start`` on, augmented."""
-        for number, ids in enumerate(self.sampler.epoch(epoch, start), start=start):
-            batch = self.train.gather(ids)
-            if self.augment is not None:
-                generator = torch.Generator().manual_seed(subseed("augment", self.sampler.seed, epoch, number))
-                batch = Batch(self.augment(batch.inputs, generator, self.background), batch.targets, ids)
-            yield batch
+        wanted = addresses(self.sampler, epoch, start)
+        if self.pipeline is not None and self.pipeline.on_cpu:
+            load = partial(_augmented, self.train, self.pipeline)
+            for address, ids, (images, labels) in load_batches(load, wanted, workers=self.workers, device=self.device):
+                yield self.finish(images, labels, ids, address)
+            return
+        for address, ids in wanted:
+            images, labels = self.train.gather(ids)
+            if self.pipeline is not None:
+                images = self.pipeline(images, address)
+            yield self.finish(images, labels, ids, address)
 
     def val_batches(self) -> Iterator[Batch]:
         """The validation split in order, in batches of the training batch size."""
         for ids in torch.split(torch.arange(len(self.val)), self.sampler.batch_size):
-            yield self.val.gather(ids)
+            yield self.finish(*self.val.gather(ids), ids, None)
+
+
+def _augmented(split: Split, pipeline: Pipeline, address: Address) -> tuple[Tensor, Tensor]:
+    images, labels = split.gather(torch.tensor(address.ids))
+    return pipeline(images, address), labels
 
 
 def image_data(config: Config, images: ImageSet, *, device: torch.device) -> TensorData:
@@ -105,18 +126,30 @@ def image_data(config: Config, images: ImageSet, *, device: torch.device) -> Ten
         ConfigError: the task or the augmentation does not fit.
     """
     wanted = config.dataset
-    if wanted.task is not Task.classification:
-        raise ConfigError(f"dataset.task={wanted.task.value} does not fit {wanted.name}: it is for classification")
-    augment = find_augmentation(wanted.augment)
-    train = images.train.first(wanted.limit).to(device)
+    check_task(wanted)
+    dtype = images.train.images.dtype
+    assert (dtype == torch.uint8) == (images.norm is not None), (
+        "8-bit images are normalised batch by batch, others before"
+    )
+    pipeline = find_pipeline(wanted.augment, background=images.background, dtype=dtype, name=wanted.name)
+    train = images.train.first(wanted.limit)
     spec = DataSpec(
         name=wanted.name,
         task=wanted.task,
-        input_shape=tuple(images.train.images.shape[1:]),
+        input_shape=tuple(train.images.shape[1:]),
         num_classes=images.num_classes,
         train_examples=len(train),
         val_examples=len(images.val),
         sha256=images.sha256,
+        note=images.note,
     )
+    finish = Finish.of(wanted, norm=images.norm, classes=images.num_classes, device=device)
     sampler = Sampler.of(config.train, examples=len(train), seed=config.seed)
-    return TensorData(spec, train, images.val.to(device), sampler, augment, images.background)
+    train = train if pipeline is not None and pipeline.on_cpu else train.to(device)
+    return TensorData(spec, train, images.val.to(device), sampler, pipeline, finish, device, wanted.workers)
+
+
+def check_task(config: DatasetConfig) -> None:
+    """Refuse a task that labelled images are not for."""
+    if config.task is not Task.classification:
+        raise ConfigError(f"dataset.task={config.task.value} does not fit {config.name}: it is for classification")
