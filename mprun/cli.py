@@ -17,6 +17,7 @@ from mprun.errors import ConfigError, MprunError, nearest
 
 COMMANDS = {
     "train": "one run (the default command); with -m a sweep",
+    "verify": "runs a recipe with its seeds and holds it to what it expects: verify RECIPE | --all",
     "env": "this machine: device, dtypes, CPU kernels, versions",
     "list": "groups, options and recipes: mprun list [GROUP]",
     "show": "the resolved configuration, without running it",

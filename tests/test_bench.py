@@ -38,7 +38,17 @@ def cell(model: str, precision: str, top1: list[float], **given: Any) -> dict[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "script", ["precision_table", "step_ratio", "startup", "optimizer_phase", "render", "plot_run", "fp16_kernels"]
+    "script",
+    [
+        "precision_table",
+        "step_ratio",
+        "startup",
+        "optimizer_phase",
+        "render",
+        "plot_run",
+        "fp16_kernels",
+        "measure_recipe",
+    ],
 )
 def test_every_bench_says_how_it_is_used(script):
     done = subprocess.run(
