@@ -22,6 +22,11 @@ __all__ = ["DATASETS", "Batch", "Data", "DataSpec", "build_data", "check_dataset
 
 DATASETS: dict[str, str] = {
     "digits": "mprun.data.digits:digits",
+    "mnist": "mprun.data.torchvision_sets:mnist",
+    "fashion_mnist": "mprun.data.torchvision_sets:fashion_mnist",
+    "cifar10": "mprun.data.torchvision_sets:cifar10",
+    "cifar100": "mprun.data.torchvision_sets:cifar100",
+    "synthetic": "mprun.data.synthetic:synthetic",
     "python_docs": "mprun.data.text:python_docs",
     "text": "mprun.data.text:text",
 }
