@@ -18,6 +18,8 @@ from mprun.errors import ConfigError, MprunError, nearest
 COMMANDS = {
     "train": "one run (the default command); with -m a sweep",
     "verify": "runs a recipe with its seeds and holds it to what it expects: verify RECIPE | --all",
+    "rerun": "a past run again, after what has changed since: rerun RUN | latest, with --dry only that",
+    "cp": "a copy of a recipe to change: cp RECIPE FILE",
     "env": "this machine: device, dtypes, CPU kernels, versions",
     "list": "groups, options and recipes: mprun list [GROUP]",
     "show": "the resolved configuration, without running it",
