@@ -181,6 +181,7 @@ def _fill(result: dict[str, Any], run: Any, started: float) -> None:
     result |= {
         "run_dir": str(run.run_dir),
         "name": run.config.name,
+        "dataset": run.data.spec.name,
         "precision": run.config.precision.name,
         "seed": run.config.seed,
         "steps_applied": counters.applied,

@@ -26,6 +26,7 @@ DATASETS: dict[str, str] = {
     "fashion_mnist": "mprun.data.torchvision_sets:fashion_mnist",
     "cifar10": "mprun.data.torchvision_sets:cifar10",
     "cifar100": "mprun.data.torchvision_sets:cifar100",
+    "imagefolder": "mprun.data.imagefolder:imagefolder",
     "synthetic": "mprun.data.synthetic:synthetic",
     "python_docs": "mprun.data.text:python_docs",
     "text": "mprun.data.text:text",
@@ -90,6 +91,10 @@ def build_data(config: Config, *, device: torch.device) -> Data:
 
     if isinstance(made, ImageSet):
         return image_data(config, made, device=device)
+    from mprun.data.imagefolder import FolderSet, folder_data
+
+    if isinstance(made, FolderSet):
+        return folder_data(config, made, device=device)
     from mprun.data.text import TextSet, text_data
 
     if isinstance(made, TextSet):

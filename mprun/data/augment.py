@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from mprun.data.base import subseed
 from mprun.data.names import BATCHWISE, RESIZE, SAMPLEWISE, augment_names
-from mprun.data.python import own_randomness, seed_everything
+from mprun.data.python import own_randomness, seed_cpu
 from mprun.data.sampler import Sampler
 from mprun.errors import ConfigError
 
@@ -84,14 +84,10 @@ def flip(images: Tensor, generator: torch.Generator, background: float) -> Tenso
 
 def _move(images: Tensor, offsets: Tensor, margin: int, background: float) -> Tensor:
     """Move image i by ``offsets[0, i]`` down and ``offsets[1, i]`` right; both within ``margin``."""
-    count, channels, height, width = images.shape
     down, right = offsets.to(images.device, non_blocking=True)
     padded = functional.pad(images, (margin,) * 4, value=background)
-    rows = torch.arange(height, device=images.device) + margin - down[:, None]
-    columns = torch.arange(width, device=images.device) + margin - right[:, None]
-    sample = torch.arange(count, device=images.device)[:, None, None, None]
-    channel = torch.arange(channels, device=images.device)[:, None, None]
-    return padded[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]
+    windows = padded.unfold(2, images.shape[2], 1).unfold(3, images.shape[3], 1)  # (B, C, places, places, H, W), a view
+    return windows[torch.arange(len(images), device=images.device), :, margin - down, margin - right]
 
 
 _BATCHWISE: dict[str, Batchwise] = {"shift": shift, "crop": crop, "flip": flip}
@@ -141,7 +137,7 @@ def _one_by_one(name: str, images: Tensor, address: Address) -> Tensor:
     transform, done = _samplewise(name), []
     with own_randomness():
         for image, index in zip(images, address.ids, strict=True):
-            seed_everything(subseed(name, address.seed, address.epoch, index))
+            seed_cpu(subseed(name, address.seed, address.epoch, index))
             done.append(transform(image))
     return torch.stack(done)
 

@@ -46,7 +46,7 @@ def own_randomness() -> Iterator[None]:
         torch.set_rng_state(before[2])
 
 
-def seed_everything(seed: int) -> None:
+def seed_cpu(seed: int) -> None:
     """Seed the three global CPU generators; CUDA's, which belong to the model, are left alone."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -65,7 +65,7 @@ class SeededSamples(Dataset[Any]):
         found = []
         with own_randomness():
             for stream, epoch, index in addresses:
-                seed_everything(subseed(stream, self.seed, epoch, index))
+                seed_cpu(subseed(stream, self.seed, epoch, index))
                 found.append(self.samples[index])
         return found
 
@@ -139,7 +139,7 @@ def build_python_data(config: Config, *, device: torch.device) -> PythonData:
     except TypeError as error:  # an error inside the user's function keeps its traceback
         raise ConfigError(f"dataset.kwargs={wanted.kwargs} do not fit {wanted.name}: {error}") from error
     with own_randomness():
-        seed_everything(subseed("dataset"))  # a random split belongs to the dataset: the same under every run's seed
+        seed_cpu(subseed("dataset"))  # a random split belongs to the dataset: the same under every run's seed
         made = make(**wanted.kwargs)
     train, val = _check_sets(wanted.name, made)
     examples = min(len(train), wanted.limit or len(train))

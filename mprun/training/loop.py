@@ -40,7 +40,8 @@ def fit(run: Run) -> RunResult:
         LossScaleError: too many skipped steps in a row.
     """
     state = run.state
-    for line in announcements(state.policy, state.loss_scale):
+    notes = [run.data.spec.note] if run.data.spec.note else []
+    for line in [*announcements(state.policy, state.loss_scale), *notes]:
         warn(run, line)
     with signals(run):
         while not finished(run):
@@ -264,9 +265,10 @@ def save(run: Run, name: str = "last.pt") -> None:
         if name == "last.pt":
             run.saved_step = run.state.counters.applied
             if run.config.train.keep and run.config.train.checkpoint_every:
-                checkpoint.save(content, folder / f"step_{run.state.counters.applied}.pt")
+                checkpoint.link(folder / name, folder / f"step_{run.state.counters.applied}.pt")
                 checkpoint.prune(folder, run.config.train.keep)
     except CheckpointError as error:
+        run.save_error = str(error)
         warn(run, str(error))
 
 
