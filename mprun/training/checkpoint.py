@@ -15,6 +15,7 @@ import copy
 import inspect
 import os
 import pickle
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -135,9 +136,12 @@ def optimizer_state(state: TrainState) -> dict[str, dict[str, Any]]:
 
 
 def group_state(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer keeps in a parameter group that is no argument of its: some count their steps there."""
-    arguments = inspect.signature(type(optimizer)).parameters
-    return {key: value for key, value in group.items() if key not in arguments and key not in ("params", "names")}
+    """What an optimizer keeps in a parameter group that is no argument of its: some count their steps there.
+
+    What was made of arguments (timm's ``max_lr_snapshot``) is in ``defaults``, and follows the configuration in force as they do.
+    """
+    known = {*inspect.signature(type(optimizer)).parameters, *optimizer.defaults, "params", "names"}
+    return {key: value for key, value in group.items() if key not in known}
 
 
 def load_optimizer_state(state: TrainState, saved: Mapping[str, Mapping[str, Any]], *, path: Path) -> None:
@@ -182,6 +186,35 @@ def save(content: Mapping[str, Any], path: Path) -> None:
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         reason = getattr(cause, "strerror", None) or cause
         raise CheckpointError(f"could not write {path}: {reason}; the earlier checkpoint there is untouched") from error
+
+
+def link(source: Path, path: Path) -> None:
+    """Let ``path`` be what ``source`` is now, atomically, and stay so whatever becomes of ``source``.
+
+    A hard link, so that it takes no room and no time: a checkpoint is never written in place, only replaced, so the file
+    behind the link does not change. A copy where there are no links.
+
+    Raises:
+        CheckpointError: the disk refused; the file that was at ``path`` is untouched.
+    """
+    tmp = path.with_name(f".{path.name}.{os.getpid()}{TMP_SUFFIX}")
+    try:
+        tmp.unlink(missing_ok=True)
+        try:
+            tmp.hardlink_to(source)
+        except OSError:
+            with source.open("rb") as old, tmp.open("wb") as new:
+                shutil.copyfileobj(old, new)
+                new.flush()
+                os.fsync(new.fileno())
+        tmp.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"could not write {path}: {error.strerror}; the earlier checkpoint there is untouched") from error
+    finally:
+        # Also after success: where both are the same file already, replacing does nothing and leaves this one.
+        with contextlib.suppress(OSError):
+            tmp.unlink(missing_ok=True)
 
 
 def load(path: Path, *, own: bool = True) -> dict[str, Any]:

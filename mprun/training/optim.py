@@ -8,6 +8,7 @@ skipped on the device without the host knowing; they are chosen wherever torch h
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from mprun.config import OptimizerConfig
 from mprun.errors import ConfigError, nearest
+from mprun.training.optim_arguments import read_arguments
 
 # Fused kernels that obey grad_scale and found_inf, with the arguments under which the fused update is not the plain one.
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
@@ -26,8 +28,17 @@ REFUSED = {
     "sparseadam": "takes sparse gradients only",
     "adahessian": "needs second derivatives, for which the graph would have to be kept",
 }
-# Keys of the config that are arguments too: given in optimizer.kwargs they would compete with their own key.
-OWN_KEYS = ("lr", "weight_decay", "momentum", "betas", "eps", "fused", "params")
+# What a constructor or a first step raises when a value makes no sense to it.
+_BAD_VALUE = (
+    TypeError,
+    ValueError,
+    RuntimeError,
+    AssertionError,
+    ImportError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+)
 
 
 def torch_optimizers() -> dict[str, type[Optimizer]]:
@@ -39,25 +50,42 @@ def torch_optimizers() -> dict[str, type[Optimizer]]:
     }
 
 
-def optimizer_class(name: str) -> type[Optimizer]:
-    """The class that ``optimizer.name`` names: torch's if it has one, otherwise timm's.
+def find_optimizer(name: str) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The class that ``optimizer.name`` names (torch's if it has one, otherwise timm's), and the arguments in the name.
+
+    Many of timm's names are a class with arguments: ``cadamw`` is AdamW with ``caution``, ``nesterov`` SGD with Nesterov
+    momentum. What has a momentum there has 0.9 by default, as with timm's own factory.
 
     Raises:
-        ConfigError: unknown name, or an optimizer that needs a closure.
+        ConfigError: unknown name, or an optimizer that this loop cannot serve.
     """
-    known = torch_optimizers()
-    if name.lower() in REFUSED:
+    known, wanted = torch_optimizers(), name.lower()
+    if wanted in REFUSED:
         raise ConfigError(
-            f"optimizer.name={name} {REFUSED[name.lower()]}; choose a first-order optimizer such as adamw or sgd"
+            f"optimizer.name={name} {REFUSED[wanted]}; choose a first-order optimizer such as adamw or sgd"
         )
-    if name.lower() in known:
-        return known[name.lower()]
-    from timm.optim import get_optimizer_class, list_optimizers
+    if wanted in known:
+        return known[wanted], {}
+    from timm.optim import get_optimizer_info, list_optimizers
 
     names = list_optimizers()
-    if name.lower() not in names:
+    if wanted.startswith("lookahead_"):
+        raise ConfigError(
+            f"optimizer.name={name}: Lookahead moves the weights behind the back of the optimizer that it wraps; use "
+            f"optimizer.name={wanted.removeprefix('lookahead_')}, and train.ema.decay for an average of the weights"
+        )
+    if wanted not in names:
         raise ConfigError(f"optimizer.name={name} is unknown: {nearest(name, [*known, *names])}")
-    return get_optimizer_class(name.lower(), bind_defaults=False)  # type: ignore[no-any-return]
+    info = get_optimizer_info(wanted)
+    if isinstance(info.opt_class, str):
+        package = info.opt_class.partition(".")[0]
+        raise ConfigError(
+            f"optimizer.name={name} is a kernel of {package}, which mprun does not run; choose one of torch's or timm's own"
+        )
+    implied = {**({"momentum": 0.9} if info.has_momentum else {}), **(info.defaults or {})}
+    if "momentum_dtype" in inspect.signature(info.opt_class).parameters:
+        implied["momentum_dtype"] = torch.float32  # half by default: the state of an optimizer is float32 here
+    return info.opt_class, implied
 
 
 def build_optimizer(config: OptimizerConfig, named: Iterable[tuple[str, Tensor]], device: torch.device) -> Optimizer:
@@ -73,52 +101,66 @@ def build_optimizer(config: OptimizerConfig, named: Iterable[tuple[str, Tensor]]
         parameter exists already: a fused kernel allocates state even in a step that it then skips.
 
     Raises:
-        ConfigError: unknown name or argument, ``fused=true`` where there is no fused kernel, or nothing to train.
+        ConfigError: unknown name or argument, a value that makes no sense, ``fused=true`` where there is no fused kernel,
+            or nothing to train.
     """
-    cls = optimizer_class(config.name)
-    parameters = dict(inspect.signature(cls).parameters)
-    arguments: dict[str, Any] = {**config.kwargs}
-    for key in OWN_KEYS:
-        if key in arguments:
-            raise ConfigError(f"optimizer.kwargs.{key}: set optimizer.{key} instead, it is a key of its own")
-    for key in ("momentum", "betas", "eps"):
-        value = getattr(config, key)
-        if value is None:
-            continue
-        if key not in parameters:
-            raise ConfigError(f"optimizer.{key}={value}: {config.name} takes no {key!r}; legal: {_legal(parameters)}")
-        arguments[key] = tuple(value) if key == "betas" else value
-    unknown = [key for key in arguments if key not in parameters]
-    if unknown:
-        raise ConfigError(
-            f"optimizer.kwargs.{unknown[0]} is no argument of {config.name}: {nearest(unknown[0], list(parameters))}"
-        )
+    cls, implied = find_optimizer(config.name)
+    given = read_arguments(config, dict(inspect.signature(cls).parameters))
+    arguments = {**implied, **given}
     trainable = [(name, p) for name, p in named if p.requires_grad]
     if not trainable:
         raise ConfigError("the model has no trainable parameter (requires_grad is false everywhere): nothing to train")
     fused = use_fused(config, cls, arguments, [p for _, p in trainable], device)
     lr: float | Tensor = config.lr
+    try:
+        _try_out(cls, arguments)
+        if fused:
+            # float64 on the CPU, so that the update equals the one with a Python float; CUDA's kernel reads float32.
+            lr = torch.tensor(config.lr, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+            arguments["fused"] = True
+        optimizer: Optimizer = cls(_groups(config, cls, trainable), lr=lr, **arguments)  # type: ignore[call-arg]
+    except _BAD_VALUE as error:
+        hint = (
+            "; optimizer.name=nmuon gives what is no matrix to AdamW" if "Muon only supports 2D" in str(error) else ""
+        )
+        raise ConfigError(
+            f"optimizer.name={config.name} refused its arguments {given}: {error or type(error).__name__}{hint}"
+        ) from error
     if fused:
-        # float64 on the CPU, so that the update equals the one with a Python float; CUDA's kernel reads float32.
-        lr = torch.tensor(config.lr, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
-        arguments["fused"] = True
+        _allocate_state(optimizer)
+    _keep_generator(optimizer)
+    return optimizer
+
+
+def _groups(config: OptimizerConfig, cls: type[Optimizer], trainable: list[tuple[str, Tensor]]) -> list[dict[str, Any]]:
+    """Matrices with weight decay, the rest without."""
+    decays = "weight_decay" in inspect.signature(cls).parameters
     groups = []
     for decay, chosen in ((config.weight_decay, True), (0.0, False)):
         members = [(name, p) for name, p in trainable if (p.ndim >= 2) is chosen]
         if members:
             names, tensors = zip(*members, strict=True)
-            groups.append({"params": list(tensors), "names": list(names), "weight_decay": decay})
-    if "weight_decay" not in parameters:
-        if config.weight_decay:
-            raise ConfigError(f"optimizer.weight_decay={config.weight_decay}: {config.name} takes none; set it to 0")
-        groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
-    try:
-        optimizer: Optimizer = cls(groups, lr=lr, **arguments)  # type: ignore[call-arg]
-    except (TypeError, ValueError, RuntimeError, AssertionError, ImportError, LookupError) as error:
-        raise ConfigError(f"optimizer.name={config.name} refused its arguments {arguments}: {error}") from error
-    if fused:
-        _allocate_state(optimizer)
-    return optimizer
+            group = {"params": list(tensors), "names": list(names)}
+            groups.append({**group, "weight_decay": decay} if decays else group)
+    return groups
+
+
+def _try_out(cls: type[Optimizer], arguments: dict[str, Any]) -> None:
+    """Three steps on four numbers: many constructors look at their arguments when they step, and then it is too late.
+
+    Raises:
+        Exception: whatever the optimizer raises.
+        ValueError: finite gradients made a weight NaN or inf.
+    """
+    weight = torch.nn.Parameter(torch.tensor([[0.5, -0.25], [1.0, 0.125]]))
+    optimizer = cls([weight], lr=1e-3, **arguments)  # type: ignore[call-arg]
+    if _generator(optimizer) is not None:
+        return  # compiled at its first step, which takes seconds
+    for _ in range(3):
+        weight.grad = weight.detach().clone()
+        optimizer.step()
+    if not weight.isfinite().all():
+        raise ValueError("with them finite gradients make the weights NaN or inf")
 
 
 def use_fused(
@@ -161,7 +203,24 @@ def _allocate_state(optimizer: Optimizer) -> None:
                 state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
 
-def _legal(parameters: dict[str, Any]) -> str:
-    return ", ".join(
-        name for name in parameters if name not in ("params", "foreach", "maximize", "capturable", "differentiable")
-    )
+def _generator(optimizer: Optimizer) -> random.Random | None:
+    """The random generator that an optimizer (timm's kron) keeps for itself."""
+    found = getattr(optimizer, "rng", None)
+    return found if isinstance(found, random.Random) else None
+
+
+def _keep_generator(optimizer: Optimizer) -> None:
+    """Keep an optimizer's own random generator in its first group, where a checkpoint finds it."""
+    generator, group = _generator(optimizer), optimizer.param_groups[0]
+    if generator is None:
+        return
+    group["generator"] = generator.getstate()
+
+    def before(*_: Any) -> None:
+        generator.setstate(group["generator"])
+
+    def after(*_: Any) -> None:
+        group["generator"] = generator.getstate()
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
