@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import math
 import pickle
 import tarfile
 import zlib
@@ -45,9 +46,10 @@ def read_idx(path: Path, *, dims: int) -> Bytes:
         raise ConfigError(
             f"{path}: begins with {data[:4].hex(' ')}, not with 00 00 08 {dims:02x}: no IDX file of {dims} dimensions"
         )
-    sizes = np.frombuffer(data[4 : 4 + 4 * dims], dtype=">u4").tolist()
-    values = np.frombuffer(data, dtype=np.uint8, offset=min(4 + 4 * dims, len(data)))
-    if len(sizes) != dims or values.size != int(np.prod(sizes, dtype=np.int64)):
+    header = data[4 : 4 + 4 * dims]
+    sizes = [int.from_bytes(header[i : i + 4], "big") for i in range(0, len(header), 4)]
+    values = np.frombuffer(data[4 + 4 * dims :], dtype=np.uint8)
+    if len(header) < 4 * dims or values.size != math.prod(sizes):
         raise ConfigError(f"{path}: its header says {sizes} values, it holds {values.size}; fetch it anew")
     return values.reshape(sizes).copy()
 
