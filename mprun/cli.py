@@ -13,17 +13,20 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from mprun.commands import VALUED_FLAGS
-from mprun.errors import ConfigError, MprunError, nearest
+from mprun.errors import ConfigError, MprunError, nearest, report
 
 COMMANDS = {
     "train": "one run (the default command); with -m a sweep",
     "verify": "runs a recipe with its seeds and holds it to what it expects: verify RECIPE | --all",
+    "table": "results of a sweep or of any runs: table [FOLDER ...] --by seed --sort -val/top1 --format csv",
+    "plot": "a picture of them: plot [FOLDER ...] --kind curves|parallel --metric val/loss --out FILE.png|svg|html",
     "rerun": "a past run again, after what has changed since: rerun RUN | latest, with --dry only that",
     "cp": "a copy of a recipe to change: cp RECIPE FILE",
     "env": "this machine: device, dtypes, CPU kernels, versions",
     "list": "groups, options and recipes: mprun list [GROUP]",
     "show": "the resolved configuration, without running it",
     "validate": "every check of a configuration, without training",
+    "estimate": "memory by category, module and batch, before a run; measured beside predicted after one",
 }
 
 # Hydra's own flags: these are handed to Hydra as they are.
@@ -104,12 +107,6 @@ def split(words: Sequence[str]) -> tuple[str, list[str]]:
             return "help", []
         raise ConfigError(f"unknown command {word!r}: {nearest(word, COMMANDS)}; options are written key=value")
     return "train", list(words)
-
-
-def report(error: MprunError) -> None:
-    """Print an error once, on stderr: one block, the first line marked."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    print("\n".join([f"mprun: error: {lines[0]}", *(f"  {line.strip()}" for line in lines[1:])]), file=sys.stderr)
 
 
 def entry() -> None:

@@ -16,17 +16,23 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mprun.compose_errors import NODE_SWITCH, check_words, translate
 from mprun.config import Config
-from mprun.config_check import OPEN, to_config
+from mprun.config_check import OPEN, to_config, to_plain
 from mprun.data import check_dataset
-from mprun.errors import ConfigError, RecipeError, nearest
+from mprun.errors import ConfigError
 from mprun.models.catalog import check_model
+from mprun.options import GROUPS, options, read_recipe, recipe_of, tree
+from mprun.resume import Resume, find
 from mprun.runs import slug
+from mprun.training.optim_catalog import check_optimizer
+
+__all__ = ["GROUPS", "Composed", "check", "check_words", "choices_of", "compose", "compose_run", "hydra_version_base", "options",
+           "prepare", "recorded", "register", "translate", "tree"]  # fmt: skip
 
 OFF_WORDS = {"no", "off", "false", "none", "null"}
 # Optional keys: which words switch them off, and which key a whole node's switch means.
@@ -36,8 +42,8 @@ OPTIONAL = {
     "schedule.warmup_frac", "precision.eval_dtype", "optimizer.momentum", "optimizer.betas", "optimizer.eps",
     "resume", "model.init", "tracking.group", "tracking.entity",
 }  # fmt: skip
-NODE_SWITCH = {"train.ema": "train.ema.decay", "train.early_stop": "train.early_stop.metric"}
-GROUPS = ("model", "dataset", "precision", "optimizer", "schedule", "train", "tracking", "recipe")
+# Keys that hold a path: it means relative to where the command is typed, and is recorded so that it means the same later.
+PATHS = ("dataset.root", "model.init", "resume")
 
 
 @dataclass(frozen=True)
@@ -53,26 +59,6 @@ class Composed:
     def run_dir(self) -> Path:
         """The folder that a new run would get."""
         return Path(self.hydra.run.dir).resolve()
-
-
-def tree(name: str) -> Path:
-    """The folder ``conf`` or ``recipes``: inside the installed package, otherwise beside it (a checkout)."""
-    package = Path(__file__).resolve().parent
-    for place in (package / name, package.parent / name):
-        if place.is_dir():
-            return place
-    raise ConfigError(f"the folder {name}/ is neither in {package} nor beside it: the installation is damaged")
-
-
-def options(group: str) -> dict[str, str]:
-    """The options of a config group, each with the first comment line of its file."""
-    root = tree("recipes") if group == "recipe" else tree("conf") / group
-    found = {}
-    for path in sorted(root.rglob("*.yaml")):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        comments = [line.lstrip("# ").rstrip() for line in lines if line.startswith("#") and "@package" not in line]
-        found[path.relative_to(root).with_suffix("").as_posix()] = comments[0] if comments else ""
-    return found
 
 
 def register() -> None:
@@ -101,13 +87,12 @@ def prepare(overrides: Sequence[str]) -> list[str]:
                 key, value = NODE_SWITCH[key], "null"
             elif key in OPTIONAL:
                 value = "null"
-        if key == "resume" and not value.startswith(("'", '"')) and value != "null":
-            # A path as the shell gave it: = and , in it are not Hydra's.
-            value = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        if key in PATHS:
+            value = _absolute(value, several=key != "resume")
         if any(key.startswith(f"{node}.") for node in OPEN):
             plus = "++"
         if key == "recipe" and not plus:
-            value = ",".join(_recipe_option(name) for name in value.split(","))
+            value = ",".join(read_recipe(name) for name in value.split(","))
         prepared.append(f"{plus}{key}={value}")
     return prepared
 
@@ -139,7 +124,26 @@ def compose(overrides: Sequence[str], *, command: str = "train") -> Composed:
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         # Hydra raises a bare ValueError for a group or a defaults list of the wrong kind.
         raise ConfigError(translate(error, ready)) from error
-    return Composed(config, hydra_node, tuple(_recorded(ready, overrides)), _choices(hydra_node))
+    return Composed(config, hydra_node, recorded(ready), choices_of(hydra_node))
+
+
+def compose_run(overrides: Sequence[str]) -> tuple[Composed, Resume | None]:
+    """What ``mprun train`` would run: :func:`compose`, and with ``resume=`` the saved overrides of that run underneath.
+
+    Returns:
+        The composed run, and what it resumes, if anything.
+
+    Raises:
+        ConfigError: see :func:`compose`.
+        CheckpointError: there is nothing to resume, or an override cannot come into force.
+    """
+    resume = find(overrides)
+    composed = compose(resume.words if resume else overrides)
+    if resume is not None:
+        composed.config.resume = str(resume.checkpoint)
+        if (saved := resume.saved_config()) is not None:
+            resume.check(saved, to_plain(composed.config))
+    return composed, resume
 
 
 def check(node: DictConfig, *, command: str, folder: str = "") -> Config:
@@ -148,145 +152,50 @@ def check(node: DictConfig, *, command: str, folder: str = "") -> Config:
     ``folder`` is where the command was typed, if a job of a sweep runs elsewhere by now.
     """
     config = to_config(node)
+    if config.command not in (Config.command, command):
+        raise ConfigError(
+            f"command={config.command} does nothing: the command is the first word, mprun {config.command} ..."
+        )
     config.command = command
     check_model(config.model)
     check_dataset(config.dataset)
+    check_optimizer(config.optimizer)
     for holder, key in ((config.dataset, "root"), (config.model, "init")):
         if (path := getattr(holder, key)) is not None:
             setattr(holder, key, os.path.abspath(os.path.join(folder, os.path.expanduser(path))))
     return config
 
 
-def translate(error: BaseException, overrides: Sequence[str]) -> str:
-    """An error of Hydra or OmegaConf in one or two lines: what was given, where, what is legal."""
-    text = "\n".join(_chain(error))
-    given = next((word for word in overrides if word in text), "")
-    if match := re.search(r"Could not find '(\w+)/([^']*)'", text):
-        group, option = match.groups()
-        return f"{group}={option} is not an option of {group}: {nearest(option, options(group))} (see conf/{group}/)"
-    if match := re.search(r"[Aa]mbiguous value for argument '(.+?)'", text):
-        return f"{match[1]!r} has a comma: for a sweep add -m; for a value quote it twice: 'key=\"a,b\"'"
-    if given.startswith("~"):
-        return f"{given}: a key cannot be deleted; set it to null or a legal value"
-    if match := re.search(r"Could not override '([^']+)'", text):
-        return _unknown_key(match[1])
-    if match := re.search(r"Key '([^']+)' (?:is )?not in", text):
-        full = re.search(r"full_key: (\S+)", text)
-        return _unknown_key(full[1] if full else match[1])
-    if match := re.search(r"Could not append to config\. An item is already at '([^']+)'", text):
-        return f"+{match[1]}: the key exists already; write {match[1]}=... without the plus"
-    if match := re.search(r"Missing mandatory value: (\S+)", text):
-        return f"{match[1]} has no value: this option needs one, set it with {match[1]}=..."
-    if match := re.search(r"You must specify '([^']+)'", text):
-        return f"{match[1]} has no value: set it with {match[1]}=..."
-    key = given.lstrip("+").partition("=")[0]
-    if key in NODE_SWITCH or "is not a group of keys" in text or "assign primitive" in text.lower():
-        return (
-            f"{given} is not legal: {key} is a group of keys; set its parts, such as {NODE_SWITCH.get(key, key + '.…')}"
-        )
-    telling = re.compile("could not be converted|Invalid value|Cannot|must be")
-    causes = [line.strip() for line in text.splitlines() if telling.search(line)]
-    full = re.search(r"full_key: (\S+)", text)
-    return f"{given or (full[1] if full else 'the configuration')} is not legal: {(causes or text.splitlines())[0]}"
-
-
-def _chain(error: BaseException | None) -> list[str]:
-    """The texts of ``error`` and of what caused it."""
-    return [] if error is None else [str(error), *_chain(error.__cause__ or error.__context__)]
-
-
-def _recorded(ready: Sequence[str], given: Sequence[str]) -> list[str]:
-    """The overrides as a later run can read them: a recipe file by its absolute path, not by the name it had in here."""
-    files = {
-        slug(Path(path).stem): path for word in given if word.startswith("recipe=") for path in [word.partition("=")[2]]
-    }
+def recorded(ready: Sequence[str]) -> tuple[str, ...]:
+    """Prepared overrides as a later run can read them: a recipe by the name that names it anywhere, not only in here."""
     kept = []
     for word in ready:
-        name = word.partition("=")[2]
-        path = files.get(name, "") if word.startswith("recipe=") else ""
-        kept.append(f"recipe={Path(path).expanduser().resolve()}" if path.endswith((".yaml", ".yml")) else word)
-    return kept
+        key, _, value = word.partition("=")
+        recipe = recipe_of(value) if key == "recipe" else None
+        kept.append(f"recipe={recipe.name}" if recipe else word)
+    return tuple(kept)
 
 
-def check_words(words: Sequence[str]) -> None:
-    """Refuse what Hydra's grammar cannot read, and groups that are given something other than an option.
+def _absolute(value: str, *, several: bool) -> str:
+    """A path from the command line absolute, and quoted so that nothing in it is Hydra's grammar.
 
-    Raises:
-        ConfigError: names the word.
+    Args:
+        value: as typed; with quotes, Hydra's own grammar has it (functions of a sweep and interpolations too).
+        several: a comma separates the values of a sweep.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    parser = OverridesParser.create()
-    for word in words:
-        try:
-            parsed = parser.parse_override(word)
-        except HydraException as error:
-            raise ConfigError(
-                f"cannot read {word!r}: write key=value, and quote values that hold = , # ' or spaces twice, "
-                "as in 'resume=\"a=3.pt\"'"
-            ) from error
-        group = parsed.key_or_group
-        if not group:
-            raise ConfigError(f"cannot read {word!r}: write key=value")
-        if group not in GROUPS:
-            continue
-        if parsed.is_delete():
-            raise ConfigError(f"{word}: a group always has an option; choose one with {group}=...")
-        if parsed.is_add():
-            raise ConfigError(f"{word}: {group} has an option already; write {word.lstrip('+')}")
-        if not parsed.is_sweep_override() and not isinstance(parsed.value(), str):
-            value = word.partition("=")[2]
-            raise ConfigError(
-                f"{word} is not an option of {group}: {nearest(value, options(group))} (see conf/{group}/)"
-            )
+    if value in ("null", "auto", "latest", "") or "${" in value or re.fullmatch(r"\w+\(.*\)|\[.*\]", value):
+        return value
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+        paths = [value[1:-1].replace(f"\\{value[0]}", value[0])]
+    else:
+        paths = [path.replace("\\=", "=") for path in value.split(",")] if several else [value]
+    return ",".join(_quoted(os.path.abspath(os.path.expanduser(path.strip()))) for path in paths)
 
 
-def _unknown_key(key: str) -> str:
-    node: Any = Config()
-    path: list[str] = []
-    for part in key.split("."):
-        if not hasattr(node, part):
-            where = ".".join([*path, part])
-            legal = list(vars(node)) if hasattr(node, "__dict__") else []
-            return f"unknown key {where}: {nearest(part, legal)}"
-        node = getattr(node, part)
-        path.append(part)
-    return f"unknown key {key}"
-
-
-def _recipe_option(name: str) -> str:
-    """Register the recipe ``name`` (an option, or a YAML file) with Hydra; the option's name.
-
-    Raises:
-        RecipeError: no such recipe, or the file is not a YAML mapping.
-    """
-    import yaml
-    from hydra.core.config_store import ConfigStore
-
-    name = name.strip()
-    if name in ("none", "null", ""):
-        return "none"
-    is_file = name.endswith((".yaml", ".yml"))
-    path = Path(name).expanduser() if is_file else tree("recipes") / f"{name}.yaml"
-    if not path.is_file():
-        known = options("recipe")
-        raise RecipeError(
-            f"recipe={name} does not exist ({path if is_file else 'see mprun list recipe'}): {nearest(name, known)}"
-        )
-    try:
-        node = OmegaConf.load(path)
-        if not isinstance(node, DictConfig):
-            raise RecipeError(f"recipe {path} is not a mapping of keys")
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise RecipeError(f"recipe {path} is not readable YAML: {' '.join(str(error).split())}") from error
-    for key in ("trust", "resume", "command", "hydra"):
-        if key in node:
-            raise RecipeError(f"recipe {path} sets {key}: only the command line may")
-    option = slug(path.stem) if is_file else name
-    group, _, leaf = f"recipe/{option}".rpartition("/")
-    ConfigStore.instance().store(group=group, name=leaf, node=node, package="_global_", provider=str(path))
-    return option
+def _quoted(path: str) -> str:
+    if re.fullmatch(r"[\w./@%+:-]+", path):
+        return path
+    return '"' + path.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def hydra_version_base() -> str | None:
@@ -305,5 +214,6 @@ def _resolved_hydra(composed: DictConfig) -> DictConfig:
     return node
 
 
-def _choices(hydra_node: DictConfig) -> dict[str, str]:
+def choices_of(hydra_node: DictConfig) -> dict[str, str]:
+    """The option of every group, from Hydra's own record."""
     return {str(group): str(option) for group, option in hydra_node.runtime.choices.items() if group in GROUPS}

@@ -16,6 +16,7 @@ Anything that is not an ``MprunError`` is a bug of ours and keeps its traceback.
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Collection
 
 
@@ -59,6 +60,12 @@ class RecipeError(MprunError):
     """A recipe file is malformed, or names code outside ``trust``."""
 
     exit_code = 2
+
+
+def report(error: MprunError) -> None:
+    """Print an error once, on stderr: one block, the first line marked."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    print("\n".join([f"mprun: error: {lines[0]}", *(f"  {line.strip()}" for line in lines[1:])]), file=sys.stderr)
 
 
 def nearest(word: str, legal: Collection[str]) -> str:

@@ -116,7 +116,9 @@ def find(overrides: Sequence[str]) -> Resume | None:
     if target.lower() in ("", "null", "no", "off", "none", "false"):
         return None
     try:
-        checkpoint = find_checkpoint((_last(overrides, "hydra.run.dir") or "latest") if target == "auto" else target)
+        checkpoint = find_checkpoint(
+            (_plain(_last(overrides, "hydra.run.dir")) or "latest") if target == "auto" else target
+        )
     except CheckpointError:
         if target == "auto":
             return None

@@ -1,19 +1,31 @@
-"""Run folders and checkpoints on the disk: names, how to find them, ``outputs/latest``. Imports no torch.
+"""Run folders and checkpoints on the disk: names, how to find them, whose they are, ``outputs/latest``. Imports no torch.
 
 A run folder is ``outputs/<experiment>/<YYYYmmdd-HHMMSS>-<uid>/``. Names made here hold no ``=``, comma, ``#``, quote or
 space, so that they can be pasted back into an override as they are.
+
+A folder belongs to one run, and one process at a time writes it: whoever does holds a lock on its file ``.lock``. The
+operating system takes the lock back when the process ends, however it ends, so there is never a stale one to remove.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mprun.errors import CheckpointError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 OUTPUTS = "outputs"
 LATEST = "latest"
+LOCK_FILE = ".lock"
 STEP_FILE = re.compile(r"step_(\d+)\.pt")
 
 
@@ -76,3 +88,67 @@ def run_folder(checkpoint: Path) -> Path | None:
     """The run folder that ``checkpoint`` belongs to, or None for a file outside of one."""
     folder = checkpoint.parent.parent
     return folder if checkpoint.parent.name == "checkpoints" and (folder / "config.yaml").is_file() else None
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Be the only process that writes the run folder ``folder``, which exists.
+
+    Where a file system knows no locks, or lets nobody make the file, nothing is locked: what is wrong with the folder will
+    be told by what is written next.
+
+    Raises:
+        CheckpointError: another process is writing it. Nothing was changed.
+    """
+    try:
+        handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:
+        yield
+        return
+    # A forked child, such as a worker that loads data, would keep the lock alive after this process is gone.
+    _held.add(handle)
+    try:
+        if fcntl is not None:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise CheckpointError(
+                        f"{folder} is being written by another run, which holds its {LOCK_FILE}\n"
+                        "wait for its end, stop it, or start a run in another folder"
+                    ) from error
+        yield
+    finally:
+        if handle in _held:
+            _held.discard(handle)
+            os.close(handle)
+
+
+_held: set[int] = set()
+
+
+def _let_go() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def refuse_used(folder: Path, *, but_result: bool = False) -> None:
+    """Refuse a folder that holds a run, where a new one is to begin.
+
+    Args:
+        folder: where the run is to go.
+        but_result: a result without a checkpoint does not count: nothing is there to go on from.
+
+    Raises:
+        CheckpointError: it holds checkpoints or a result. Nothing was changed.
+    """
+    if newest_checkpoint(folder / "checkpoints") or (folder / "checkpoints" / "best.pt").exists():
+        raise CheckpointError(
+            f"{folder} holds the checkpoints of a run already: go on with resume={folder}, or choose another folder"
+        )
+    if (folder / "result.json").exists() and not but_result:
+        raise CheckpointError(f"{folder} holds the result of a run already: choose another folder, or remove this one")

@@ -109,7 +109,7 @@ def test_a_run_folder_keeps_its_contract(folder):
     assert main([*QUICK, "precision=fp16_dynamic", "seed=3"]) == 0
     run = latest()
     assert sorted(path.name for path in run.iterdir()) == [
-        ".hydra", "checkpoints", "config.yaml", "env.json", "metrics.jsonl", "modules.json", "result.json"]  # fmt: skip
+        ".hydra", ".lock", "checkpoints", "config.yaml", "env.json", "metrics.jsonl", "modules.json", "result.json"]  # fmt: skip
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best.pt", "last.pt"]
     assert sorted(path.name for path in (run / ".hydra").iterdir()) == ["config.yaml", "hydra.yaml", "overrides.yaml"]
     config = to_config(OmegaConf.load(run / "config.yaml"))
@@ -592,7 +592,7 @@ def test_another_precision_is_refused_by_name_where_there_is_no_fp32_truth(folde
     assert main(["resume=latest", f"precision={second}", "train.epochs=3"]) == 2
     err = capsys.readouterr().err
     assert "pure" in err
-    assert "cannot go on" in err
+    assert "cannot be resumed" in err
 
 
 def test_keep_retains_the_newest_steps_by_number_and_resume_takes_the_highest(folder):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mprun.compose import GROUPS, options
 from mprun.errors import ConfigError, nearest
+from mprun.options import GROUPS, options
 
 
 def run(words: Sequence[str]) -> int:

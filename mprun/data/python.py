@@ -14,6 +14,7 @@ What this cannot reach is a generator that the dataset keeps for itself (``numpy
 from __future__ import annotations
 
 import inspect
+import operator
 import random
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -23,13 +24,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from mprun.config import Config, Task
 from mprun.data.base import Batch, DataSpec, subseed
+from mprun.data.collate import Broken, Collate
 from mprun.data.sampler import Sampler
+from mprun.data.targets import check_targets
 from mprun.errors import ConfigError
 from mprun.signatures import import_target
+
+# More outputs than this are a label that means something else, such as an id or a hash.
+MOST_CLASSES = 10**7
 
 Address = tuple[str, int, int]  # (stream, epoch, sample index)
 
@@ -56,17 +62,26 @@ def seed_cpu(seed: int) -> None:
 class SeededSamples(Dataset[Any]):
     """Samples of a user's set, each loaded under a seed of its own. Picklable, so that workers can have it."""
 
-    def __init__(self, samples: Any, seed: int) -> None:
+    def __init__(self, samples: Any, seed: int, where: str) -> None:
         self.samples = samples
         self.seed = seed
+        self.where = where
 
-    def __getitems__(self, addresses: Sequence[Address]) -> list[Any]:
-        """Load a batch; the loader prefers this over ``__getitem__``, and one save and restore serves all of it."""
+    def __getitems__(self, addresses: Sequence[Address]) -> list[tuple[int, Any]]:
+        """Load a batch; the loader prefers this over ``__getitem__``, and one save and restore serves all of it.
+
+        Returns:
+            Pairs of sample number and sample.
+        """
         found = []
         with own_randomness():
             for stream, epoch, index in addresses:
                 seed_cpu(subseed(stream, self.seed, epoch, index))
-                found.append(self.samples[index])
+                try:
+                    found.append((index, self.samples[index]))
+                except Exception as error:
+                    error.add_note(f"{self.where}: while sample {index} was read (epoch {epoch})")
+                    raise
         return found
 
 
@@ -102,12 +117,26 @@ class PythonData:
             samples,
             batch_sampler=[[(stream, epoch, index) for index in ids.tolist()] for ids in batches],
             num_workers=self.workers,
-            collate_fn=default_collate,
+            collate_fn=Collate(samples.where),
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator().manual_seed(0),  # without it the loader draws from the global generator
         )
-        for ids, (inputs, targets) in zip(batches, loader, strict=True):
+        for ids, made in zip(batches, loader, strict=True):
+            inputs, targets = whole(made)
+            check_targets(targets, ids, task=self.spec.task, num_classes=self.spec.num_classes, where=samples.where)
             yield Batch(move(inputs, self.device), targets.to(self.device, non_blocking=True), ids)
+
+
+def whole(made: Any) -> tuple[Any, Tensor]:
+    """Inputs and targets of a batch.
+
+    Raises:
+        ConfigError: it could not be made.
+    """
+    if isinstance(made, Broken):
+        raise ConfigError(made.message)
+    inputs, targets = made
+    return inputs, targets
 
 
 def move(value: Any, device: torch.device) -> Any:
@@ -134,6 +163,10 @@ def build_python_data(config: Config, *, device: torch.device) -> PythonData:
     if wanted.augment not in (None, "none"):
         raise ConfigError(f"dataset.augment={wanted.augment!r}: a python dataset augments in its own __getitem__")
     make = import_target(wanted.name, trust=config.trust, key="dataset.name")
+    if not callable(make):
+        raise ConfigError(
+            f"dataset.name={wanted.name} is a {type(make).__name__}, not a function that returns (train, val)"
+        )
     try:
         inspect.signature(make).bind(**wanted.kwargs)
     except TypeError as error:  # an error inside the user's function keeps its traceback
@@ -144,8 +177,9 @@ def build_python_data(config: Config, *, device: torch.device) -> PythonData:
     train, val = _check_sets(wanted.name, made)
     examples = min(len(train), wanted.limit or len(train))
     sampler = Sampler.of(config.train, examples=examples, seed=config.seed)
-    samples = SeededSamples(train, config.seed)
-    inputs, targets = _first_sample(wanted.name, samples)
+    samples = SeededSamples(train, config.seed, f"dataset.name={wanted.name}, training set")
+    val_samples = SeededSamples(val, config.seed, f"dataset.name={wanted.name}, validation set")
+    inputs, targets = _first_sample(samples, "sample")
     spec = DataSpec(
         name=wanted.name,
         task=wanted.task,
@@ -155,7 +189,15 @@ def build_python_data(config: Config, *, device: torch.device) -> PythonData:
         val_examples=len(val),
         sha256=getattr(train, "sha256", None),
     )
-    return PythonData(spec, samples, SeededSamples(val, config.seed), sampler, wanted.workers, device)
+    # Of both sets one sample is looked at now, so that most mistakes are told before anything has begun.
+    for kept, first in ((samples, targets), (val_samples, _first_sample(val_samples, "val sample")[1])):
+        if first.ndim != targets.ndim:
+            raise ConfigError(
+                f"{kept.where}: a target has shape {tuple(first.shape[1:])}, and in the training set {tuple(targets.shape[1:])}"
+            )
+        zero = torch.zeros(1, dtype=torch.int64)
+        check_targets(first, zero, task=wanted.task, num_classes=spec.num_classes, where=kept.where)
+    return PythonData(spec, samples, val_samples, sampler, wanted.workers, device)
 
 
 def _check_sets(name: str, made: Any) -> tuple[Any, Any]:
@@ -172,21 +214,9 @@ def _check_sets(name: str, made: Any) -> tuple[Any, Any]:
     return made[0], made[1]
 
 
-def _first_sample(name: str, samples: SeededSamples) -> tuple[Any, Tensor]:
-    """The first training sample as a batch of one; its errors are told here and not from a worker process."""
-    sample = samples.__getitems__([("sample", 0, 0)])[0]
-    if not isinstance(sample, tuple | list) or len(sample) != 2:
-        raise ConfigError(f"dataset.name={name}: a sample is a {type(sample).__name__}, not a pair (input, target)")
-    try:
-        inputs, targets = default_collate([tuple(sample)])
-    except TypeError as error:
-        kinds = ", ".join(type(part).__name__ for part in sample)
-        raise ConfigError(
-            f"dataset.name={name}: a sample of ({kinds}) cannot be made into a batch; return tensors, arrays or numbers"
-        ) from error
-    if not isinstance(targets, Tensor):
-        raise ConfigError(f"dataset.name={name}: the target is a {type(sample[1]).__name__}, not a number or a tensor")
-    return inputs, targets
+def _first_sample(samples: SeededSamples, stream: str) -> tuple[Any, Tensor]:
+    """The first sample as a batch of one; its errors are told here and not from a worker process."""
+    return whole(Collate(samples.where)(samples.__getitems__([(stream, 0, 0)])))
 
 
 def _shape(name: str, inputs: Any) -> tuple[int, ...]:
@@ -207,14 +237,25 @@ def _outputs(name: str, task: Task, train: Any, targets: Tensor) -> int:
     layer: Any = train
     while layer is not None:
         for attribute in ("num_classes", "vocab_size"):
-            if isinstance(getattr(layer, attribute, None), int):
-                return int(getattr(layer, attribute))
+            if getattr(layer, attribute, None) is not None:
+                return _count(f"dataset.name={name}: the training set's {attribute}", getattr(layer, attribute))
         if isinstance(getattr(layer, "classes", None), Sized):
-            return len(layer.classes)
+            return _count(f"dataset.name={name}: the number of the training set's classes", len(layer.classes))
         if (top := _top_label(layer)) >= 0:
-            return top + 1
+            return _count(f"dataset.name={name}: the highest label of the training set + 1", top + 1)
         layer = getattr(layer, "dataset", None)  # torch.utils.data.Subset and its like
     raise ConfigError(f"dataset.name={name}: how many classes? Give the training set an attribute num_classes")
+
+
+def _count(what: str, value: Any) -> int:
+    """A number of classes, of any integer type."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = 0
+    if not 1 <= count <= MOST_CLASSES:
+        raise ConfigError(f"{what} is {value!r}: a number of classes is a whole number from 1 to {MOST_CLASSES}")
+    return count
 
 
 def _top_label(samples: Any) -> int:
@@ -225,4 +266,6 @@ def _top_label(samples: Any) -> int:
         labels = torch.as_tensor(kept)
     except (TypeError, ValueError, RuntimeError):  # absent, or names instead of numbers
         return -1
-    return int(labels.max()) if labels.numel() and not labels.is_floating_point() else -1
+    if labels.is_floating_point() or labels.is_complex() or not labels.numel():
+        return -1
+    return int(labels.max())

@@ -210,7 +210,9 @@ def link(source: Path, path: Path) -> None:
         tmp.replace(path)
         _sync_folder(path.parent)
     except OSError as error:
-        raise CheckpointError(f"could not write {path}: {error.strerror}; the earlier checkpoint there is untouched") from error
+        raise CheckpointError(
+            f"could not write {path}: {error.strerror}; the earlier checkpoint there is untouched"
+        ) from error
     finally:
         # Also after success: where both are the same file already, replacing does nothing and leaves this one.
         with contextlib.suppress(OSError):

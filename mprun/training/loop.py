@@ -21,7 +21,7 @@ import torch
 
 from mprun.config import OnOverflow, Task
 from mprun.data.base import Batch
-from mprun.errors import CheckpointError, ConfigError
+from mprun.errors import CheckpointError, ConfigError, MprunError
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.scaling import LossScale
 from mprun.training import checkpoint
@@ -30,6 +30,7 @@ from mprun.training.outcomes import drain
 from mprun.training.result import OVERFLOW
 from mprun.training.run import Pending, Run, RunResult, emit, log_state, warn
 from mprun.training.step import eval_step, train_step
+from mprun.training.targets import batch_norm_explained
 
 
 def fit(run: Run) -> RunResult:
@@ -131,7 +132,8 @@ def step(run: Run, window: list[Batch]) -> None:
 
 def attempt(run: Run, window: list[Batch]) -> None:
     """Run one training step and remember its result until the host looks."""
-    result = train_step(run.state, window)
+    with batch_norm_explained(window):
+        result = train_step(run.state, window)
     run.state.counters.attempts += 1
     run.window_attempts += 1
     position, ids = run.state.position, [int(i) for batch in window for i in batch.ids[:8]]
@@ -168,10 +170,10 @@ def _due(every: int | None, applied: int, last: int) -> bool:
 def end_epoch(run: Run, empty_before: int) -> None:
     """The border between epochs: evaluate and save where no step count says when."""
     state, train = run.state, run.config.train
-    if state.counters.empty - empty_before == run.plan.windows_per_epoch and run.plan.by_steps:
+    if state.counters.empty - empty_before == run.plan.windows_per_epoch:
         raise ConfigError(
-            f"epoch {state.position.epoch} had no valid target at all (every label is ignored): "
-            f"train.steps={run.plan.steps} would never be reached"
+            f"epoch {state.position.epoch} had no valid target at all: every label of {run.data.spec.name} is -100, which the "
+            "loss leaves out, so there is nothing to learn from"
         )
     if train.eval_every is None and run.evaluated_step != state.counters.applied:
         evaluate(run)
@@ -188,13 +190,24 @@ def stop_early(run: Run) -> bool:
 
 
 def conclude(run: Run, reason: str | None) -> RunResult:
-    """The end of a run that reached it: last log line, last evaluation, last checkpoint."""
+    """The end of a run that reached it: last log line, last evaluation, last checkpoint.
+
+    Raises:
+        MprunError: in all of it no step was applied, so there is no result.
+    """
     if run.means.targets:
         log_train(run)
     if run.evaluated_step != run.state.counters.applied:
         save(run)  # first of all: an evaluation can fail, and the training before it must not be lost
         evaluate(run)
     save(run)
+    counters = run.state.counters
+    if counters.applied == 0:
+        raise MprunError(
+            f"no step was applied in {counters.attempts} attempts ({counters.skipped} overflowed, {counters.nonfinite} had a "
+            f"non-finite loss, {counters.empty} no valid target): the weights are still the initial ones; see metrics.jsonl, "
+            "train longer, or start from a smaller precision.loss_scale.init"
+        )
     return RunResult("ok", reason=reason)
 
 

@@ -70,6 +70,7 @@ class Run:
     logged_step: int = 0
     evaluated_step: int = -1
     saved_step: int = -1
+    save_error: str | None = None
     train_s: float = 0.0
     wait_s: float = 0.0
     window_s: float = 0.0
