@@ -25,15 +25,23 @@ OPEN = ("model.kwargs", "dataset.kwargs", "optimizer.kwargs", "meta", "expect")
 SCHEDULES = ("constant", "cosine", "linear", "wsd", "step")
 METRICS = ("val/loss", "val/top1", "ema/loss", "ema/top1")
 
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+
 Rule = tuple[str, Callable[[Any], bool]]
 
 
-def _positive(what: str = "a number above 0") -> Rule:
-    return what, lambda v: math.isfinite(v) and v > 0
+def _positive(what: str = "") -> Rule:
+    # Below the normal numbers float32 loses digits, then everything: 1e-46 is 0.
+    return f"a float32 above 0 (from 2**-126 to {FLOAT32_MAX:.3g}){what}", lambda v: 2.0**-126 <= v <= FLOAT32_MAX
+
+
+def _not_negative() -> Rule:
+    return f"a finite float32 from 0 up (to {FLOAT32_MAX:.3g})", lambda v: 0 <= v <= FLOAT32_MAX
 
 
 def _at_least(low: int) -> Rule:
-    return f"a whole number from {low} up", lambda v: v >= low
+    # Up to 2**53 a whole number is exact in float64, in which the numbers of a step travel.
+    return f"a whole number from {low} up (to 2**53)", lambda v: low <= v <= 2**53
 
 
 def _between(low: float, high: float, *, closed: bool = True) -> Rule:
@@ -47,7 +55,7 @@ _SCALE: Rule = ("a finite number above 0 (from 2**-126 to 2**126)", lambda v: 2.
 
 RANGES: dict[str, Rule] = {
     "seed": ("a whole number from 0 to 2**63 - 1", lambda v: 0 <= v < 2**63),
-    "dataset.workers": _at_least(0),
+    "dataset.workers": ("a number of processes, from 0 to 512", lambda v: 0 <= v <= 512),
     "dataset.limit": _at_least(1),
     "dataset.mixup": _between(0, 100),
     "dataset.cutmix": _between(0, 100),
@@ -59,10 +67,10 @@ RANGES: dict[str, Rule] = {
     "precision.loss_scale.growth_interval": _at_least(1),
     "precision.loss_scale.hysteresis": _at_least(1),
     "precision.loss_scale.patience": _at_least(1),
-    "optimizer.lr": ("a finite number from 0 up", lambda v: math.isfinite(v) and v >= 0),
-    "optimizer.weight_decay": ("a finite number from 0 up", lambda v: math.isfinite(v) and v >= 0),
+    "optimizer.lr": _not_negative(),
+    "optimizer.weight_decay": _not_negative(),
     "optimizer.momentum": _between(0, 1, closed=False),
-    "optimizer.eps": _positive("a finite number above 0"),
+    "optimizer.eps": _positive(),
     "optimizer.betas": (
         "two or three numbers from 0 to below 1",
         lambda v: 2 <= len(v) <= 3 and all(0 <= b < 1 for b in v),
@@ -77,9 +85,9 @@ RANGES: dict[str, Rule] = {
     "train.steps": _at_least(1),
     "train.batch_size": _at_least(1),
     "train.accumulate": _at_least(1),
-    "train.clip_norm": _positive("a finite number above 0, or null for no clipping"),
+    "train.clip_norm": _positive(", or null for no clipping"),
     "train.label_smoothing": _between(0, 1, closed=False),
-    "train.loss_weight": _positive("a finite number above 0"),
+    "train.loss_weight": _positive(),
     "train.ema.decay": ("from 0 to below 1, or null for no EMA", lambda v: 0 <= v < 1),
     "train.eval_every": _at_least(1),
     "train.log_every": _at_least(1),
@@ -158,7 +166,9 @@ def _scale_problems(config: Config) -> Iterable[str]:
         )
     if scale.kind is ScaleKind.none:
         return
-    if scale.min > scale.max:
+    if scale.kind is ScaleKind.static:
+        pass  # stays at init, whatever min and max are
+    elif scale.min > scale.max:
         yield f"precision.loss_scale.min={scale.min:g} is above precision.loss_scale.max={scale.max:g}"
     elif not scale.min <= scale.init <= scale.max:
         yield (
@@ -194,9 +204,7 @@ def _policy_problems(config: Config) -> Iterable[str]:
 def _other_problems(config: Config) -> Iterable[str]:
     if config.schedule.name not in SCHEDULES:
         yield f"schedule.name={config.schedule.name} is unknown: {nearest(config.schedule.name, SCHEDULES)}"
-    if config.train.early_stop.metric is not None and config.train.early_stop.metric not in METRICS:
-        metric = config.train.early_stop.metric
-        yield f"train.early_stop.metric={metric} is never measured: {nearest(metric, METRICS)}"
+    yield from _early_stop_problems(config)
     if config.train.label_smoothing and config.dataset.task is Task.regression:
         yield "train.label_smoothing spreads a target over classes: it has no meaning for dataset.task=regression; set it to 0"
     for key in ("mixup", "cutmix"):
@@ -207,3 +215,21 @@ def _other_problems(config: Config) -> Iterable[str]:
             )
     if not config.name.strip():
         yield "name is empty: give the experiment a name, or leave the key out"
+
+
+def _early_stop_problems(config: Config) -> Iterable[str]:
+    metric = config.train.early_stop.metric
+    if metric is None:
+        return
+    if metric not in METRICS:
+        yield f"train.early_stop.metric={metric} is never measured: {nearest(metric, METRICS)}"
+    elif metric.startswith("ema/") and config.train.ema.decay is None:
+        yield (
+            f"train.early_stop.metric={metric} is never measured without an EMA: set train.ema.decay (0.999, for example), "
+            f"or use {metric.replace('ema/', 'val/')}"
+        )
+    elif metric.endswith("/top1") and config.dataset.task is Task.regression:
+        yield (
+            f"train.early_stop.metric={metric} is never measured for dataset.task=regression, which has no classes: "
+            f"use {metric.replace('top1', 'loss')}"
+        )

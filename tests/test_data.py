@@ -413,8 +413,8 @@ def test_user_nested_inputs_keep_structure_and_integer_types(user: Make) -> None
     ("attr", "message"),
     [
         ("no_classes", r"how many classes\? Give the training set an attribute num_classes"),
-        ("objects", r"a sample of \(object, int\) cannot be made into a batch"),
-        ("triples", r"a sample is a tuple, not a pair"),
+        ("objects", r"sample 0, \(object, int\), cannot be made into a batch"),
+        ("triples", r"sample 0 is a tuple of 3, not a pair"),
         ("one", r"returned Noisy, not a pair \(train, val\)"),
         ("empty", r"the validation set is empty"),
         ("stream", r"the training set, a S, has no len\(\) or no \[i\]"),

@@ -111,4 +111,6 @@ def build(config: Config, device: torch.device, *, resuming: bool = False) -> tu
             f"train.drop_last={config.train.drop_last}; use a smaller batch or train.drop_last=false"
         )
     schedule = build_schedule(config.schedule, plan.steps)
-    return build_state(config, model, schedule, device), data, plan
+    state = build_state(config, model, schedule, device)
+    state.num_classes = data.spec.num_classes
+    return state, data, plan

@@ -21,12 +21,12 @@ import torch
 
 from mprun.config import OnOverflow, Task
 from mprun.data.base import Batch
-from mprun.errors import CheckpointError, ConfigError, MprunError
+from mprun.errors import CheckpointError, ConfigError
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.scaling import LossScale
 from mprun.training import checkpoint
 from mprun.training.env import capture_rng, peak_memory_bytes, restore_rng
-from mprun.training.outcomes import drain
+from mprun.training.outcomes import drain, refuse_nothing
 from mprun.training.result import OVERFLOW
 from mprun.training.run import Pending, Run, RunResult, emit, log_state, warn
 from mprun.training.step import eval_step, train_step
@@ -201,13 +201,7 @@ def conclude(run: Run, reason: str | None) -> RunResult:
         save(run)  # first of all: an evaluation can fail, and the training before it must not be lost
         evaluate(run)
     save(run)
-    counters = run.state.counters
-    if counters.applied == 0:
-        raise MprunError(
-            f"no step was applied in {counters.attempts} attempts ({counters.skipped} overflowed, {counters.nonfinite} had a "
-            f"non-finite loss, {counters.empty} no valid target): the weights are still the initial ones; see metrics.jsonl, "
-            "train longer, or start from a smaller precision.loss_scale.init"
-        )
+    refuse_nothing(run.state.counters)
     return RunResult("ok", reason=reason)
 
 

@@ -20,10 +20,12 @@ from mprun.errors import OverrideError, PrecisionError
 from mprun.precision.policy import map_tensors
 from mprun.training.env import capture_rng, restore_rng
 from mprun.training.state import TrainState
+from mprun.training.targets import batch_norm_explained
 
 # Operations whose operands' dtype is the dtype of the arithmetic; casts, views and fills say nothing.
 SILENT = {"_to_copy", "view", "_unsafe_view", "t", "transpose", "permute", "detach", "clone", "expand", "slice", "select",
           "unbind", "split", "copy_", "alias", "as_strided", "reshape", "squeeze", "unsqueeze", "cat", "empty_like"}  # fmt: skip
+HALF_BCE = "binary_cross_entropy of half probabilities, which round to 0 and 1, whose log is -inf"
 PRODUCT_MODULES = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd)
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "mkldnn_linear", "mkldnn_convolution"}
 
@@ -41,6 +43,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.running and name not in SILENT:
             floats: list[Tensor] = []
             map_tensors(list(args), lambda t: floats.append(t) if t.is_floating_point() else None)
+            if name == "binary_cross_entropy" and floats[0].dtype in (torch.float16, torch.bfloat16):
+                raise RuntimeError(HALF_BCE)
             if floats:
                 # A normalisation of half inputs with float32 statistics is float32 arithmetic: the wider operand decides.
                 dtype = reduce(torch.promote_types, (t.dtype for t in floats))
@@ -73,14 +77,19 @@ def observe(state: TrainState, batch: Batch) -> list[dict[str, Any]]:
         handles.append(module.register_forward_pre_hook(enter))
         handles.append(module.register_forward_hook(leave))
     buffers, rng = state.start_window(), capture_rng()
+    values = {name: (p._version, p.data_ptr(), p.detach().clone()) for name, p in state.model.named_parameters()}
     try:
-        with watch, state.policy.region(state.device.type):
-            state.model(state.policy.cast_inputs(batch.inputs))
+        with batch_norm_explained([batch]), watch, state.policy.region(state.device.type):
+            output = state.model(state.policy.cast_inputs(batch.inputs))
+        state.parameters.refuse_changed(state.model, list(state.model.modules()))
+        state.parameters.refuse_toggled()
+        state.policy.cast_output(output)
     finally:
         for handle in handles:
             handle.remove()
-        state.undo_buffers(buffers, torch.zeros((), dtype=torch.bool, device=state.device))
+        buffers.restore(state.model.modules())
         restore_rng(rng)
+    _note_written(state, values)
     return [
         {
             "module": entry.path,
@@ -93,6 +102,32 @@ def observe(state: TrainState, batch: Batch) -> list[dict[str, Any]]:
         }
         for entry in state.plan
     ]
+
+
+def _note_written(state: TrainState, before: dict[str, tuple[int, int, Tensor]]) -> None:
+    """Put back the parameters that the forward pass wrote to, and remember which they are.
+
+    Raises:
+        PrecisionError: one of them is the half copy of a master, which would know nothing of it.
+    """
+    written = set()
+    for path, module in state.model.named_modules(remove_duplicate=False):
+        for attribute, p in module._parameters.items():
+            name = f"{path}.{attribute}".lstrip(".")
+            if p is None or name not in before:
+                continue
+            version, address, value = before[name]
+            if p._version == version and p.data_ptr() == address and torch.equal(p, value):
+                continue
+            p.copy_(value)
+            written.add((module, attribute))
+            if name in state.weights.by_name:
+                raise PrecisionError(
+                    f"parameter {name} ({type(module).__name__}) is written to by the forward pass"
+                    f"{' (max_norm)' if getattr(module, 'max_norm', None) is not None else ''}: at precision={state.policy.name} its "
+                    f"FP32 master would not follow; keep it in FP32: precision.fp32_modules=[{path or chr(39) + '**' + chr(39)}]"
+                )
+    state.written = frozenset(written)
 
 
 def check_plan(state: TrainState, rows: Sequence[dict[str, Any]]) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from mprun.config import OnNonFiniteLoss
-from mprun.errors import LossScaleError, NonFiniteError
+from mprun.errors import LossScaleError, MprunError, NonFiniteError
 from mprun.training.blame import explain, input_overflow
 from mprun.training.result import APPLIED, EMPTY, NONFINITE_GRAD, NONFINITE_LOSS, OVERFLOW, StepRow, unpack
 from mprun.training.run import Pending, Run, emit, warn
+from mprun.training.state import HostCounters
 
 
 def drain(run: Run) -> None:
@@ -97,4 +98,19 @@ def _raise_patience(run: Run, row: StepRow, number: int, entry: Pending) -> None
         f"step {row.steps_applied + 1} (attempt {number}): {row.consecutive_skips} steps in a row were skipped, the last at "
         f"loss scale {row.loss_scale:g}{floor}, which precision.loss_scale.patience={run.state.loss_scale.patience} forbids: "
         f"{explain(run.state, entry.fetch(run.data))}"
+    )
+
+
+def refuse_nothing(counters: HostCounters) -> None:
+    """A run that came to its end without a single applied step has no result.
+
+    Raises:
+        MprunError: says what became of the attempts.
+    """
+    if counters.applied:
+        return
+    raise MprunError(
+        f"no step was applied in {counters.attempts} attempts ({counters.skipped} overflowed, {counters.nonfinite} had a "
+        f"non-finite loss, {counters.empty} no valid target): the weights are still the initial ones; see metrics.jsonl, train "
+        "longer, or start from a smaller precision.loss_scale.init"
     )

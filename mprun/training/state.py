@@ -7,7 +7,8 @@ the device; the host keeps its own copy, which is true at log points.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,8 @@ from mprun.precision.master import Masters, take_truths
 from mprun.precision.overrides import PlanEntry, make_plan
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.scaling import LossScale, ScaleState
+from mprun.training.arrival import Parameters, check_arrival
+from mprun.training.buffers import Form, Snapshot, forms, writable
 from mprun.training.ema import Ema
 from mprun.training.optim import build_optimizer, is_fused
 from mprun.training.rates import Rates
@@ -63,8 +66,12 @@ class TrainState:
             adds up in the order of a plain loop.
         weights: FP32 truth by name (masters where the model's parameters are half).
         plan: what the precision rules decided, module by module.
+        parameters: which they are and which are trained, to see that it stays so; ``forms``: shapes and dtypes of the buffers.
+        written: parameters (module, name) that the forward pass writes to, as :mod:`~mprun.training.observe` saw.
+        written_in_eval: what evaluation writes to; None before the first one.
         applied: applied optimizer steps, 0-D int64 on the device. LR, EMA and warm-up count these.
         task: what the loss is.
+        num_classes: of the dataset; None where nobody said.
     """
 
     model: nn.Module
@@ -79,6 +86,8 @@ class TrainState:
     params: list[Tensor]
     weights: Masters
     plan: list[PlanEntry]
+    parameters: Parameters
+    forms: dict[str, Form]
     base_lr: float
     task: Task
     clip_norm: float | None
@@ -87,6 +96,9 @@ class TrainState:
     channels_last: bool
     applied: Tensor
     ema: Ema | None = None
+    num_classes: int | None = None
+    written: frozenset[tuple[nn.Module, str]] = frozenset()
+    written_in_eval: set[tuple[nn.Module, str]] | None = None
     position: Position = field(default_factory=Position)
     counters: HostCounters = field(default_factory=HostCounters)
 
@@ -98,53 +110,67 @@ class TrainState:
     def named_truth(self) -> Iterator[tuple[str, Tensor]]:
         """Names with the FP32 truth of every parameter, then every buffer: what the EMA is fed from."""
         yield from self.weights
-        yield from ((name, buffer) for name, buffer in self.model.named_buffers() if _movable(buffer))
+        yield from ((name, buffer) for name, buffer in self.model.named_buffers() if writable(buffer))
 
     def run_forward(self, inputs: Any, policy: PrecisionPolicy | None = None) -> Tensor:
-        """The model's output for ``inputs``, under ``policy`` (the training policy if None), in one autocast region."""
+        """The model's output for ``inputs``, under ``policy`` (the training policy if None), in one autocast region.
+
+        Without gradients, as in evaluation, whatever the forward pass moves in the model is put back.
+
+        Raises:
+            ConfigError: the model returned no tensor, or froze or unfroze a parameter.
+        """
         policy = policy or self.policy
-        with policy.region(self.device.type):
+        with nullcontext() if torch.is_grad_enabled() else self._unmoved(), policy.region(self.device.type):
             output: Tensor = self.forward(policy.cast_inputs(inputs, channels_last=self.channels_last))
+        self.parameters.refuse_toggled()
         return policy.cast_output(output)
 
-    def start_window(self) -> Sequence[tuple[nn.Module, str, Tensor]]:
-        """Copies of every buffer, so that a window which is not applied can be undone (:meth:`undo_buffers`)."""
-        return [
-            (module, name, buffer.detach().clone())
-            for module in self.model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-            if _movable(buffer)
-        ]
+    @contextmanager
+    def _unmoved(self) -> Iterator[None]:
+        """Put buffers, written parameters and extra state back at the end.
 
-    @torch.no_grad()
-    def undo_buffers(self, saved: Sequence[tuple[nn.Module, str, Tensor]], applied: Tensor) -> None:
-        """Put ``saved`` back unless ``applied`` (0-D bool on the device; not read by the host)."""
-        for module, name, old in saved:
-            new = getattr(module, name)
-            torch.where(applied, new, old, out=new)
-
-
-def _refuse_other_dtypes(model: nn.Module) -> None:
-    """A model must arrive in float32: that is the truth every policy starts from.
-
-    Raises:
-        ConfigError: names the first parameter that is not.
-    """
-    for name, p in model.named_parameters():
-        if isinstance(p, nn.parameter.UninitializedParameter) or p.is_meta:
+        Values are copied only of what the first pass was seen to write to; of the rest the tensors themselves are put back.
+        """
+        known = None if self.model.training else self.written_in_eval
+        before = Snapshot.take(
+            self.model.modules(),
+            written=self.written,
+            copies=lambda module, name: known is None or (module, name) in known,
+        )
+        try:
+            yield
+        finally:
+            changed = before.changed()
+            before.restore(list(self.model.modules()))
+        if known is None:
+            self.written_in_eval = self.written_in_eval if self.model.training else changed
+        elif changed - known:
+            module, name = next(iter(changed - known))
+            path = next((path for path, candidate in self.model.named_modules() if candidate is module), "")
             raise ConfigError(
-                f"parameter {name} has no values yet (a lazy or meta module): initialise the model in its builder"
-            )
-        if p.is_floating_point() and p.dtype != torch.float32:
-            raise ConfigError(
-                f"parameter {name} arrives as {str(p.dtype).removeprefix('torch.')}, not float32: the precision policy casts "
-                "parameters, a model must not do it itself (look for .half(), .double() or a default dtype)"
+                f"evaluation wrote to the buffer {f'{path}.{name}'.lstrip('.')}, but not in its first batch: training could "
+                "not go on unchanged; write to it while self.training is true only"
             )
 
+    def start_window(self) -> Snapshot:
+        """What the forward passes of a window can move, so that one which is not applied can be undone (:meth:`undo_buffers`)."""
+        return Snapshot.take(self.model.modules(), written=self.written)
 
-def _movable(buffer: Tensor) -> bool:
-    """Whether a buffer can be written in place: not if its elements share memory, as those of an expanded tensor do."""
-    return all(stride or size == 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+    def undo_buffers(self, saved: Snapshot, applied: Tensor) -> None:
+        """Put ``saved`` back unless ``applied`` (0-D bool on the device; not read by the host while buffers keep their form).
+
+        Raises:
+            ConfigError: the forward pass added or exchanged a parameter.
+        """
+        modules = list(self.model.modules())
+        self.parameters.refuse_changed(self.model, modules)
+        saved.keep_if(applied, modules)
+
+    def late_buffers(self) -> list[str]:
+        """Names of buffers that were filled, registered, resized or removed since the start."""
+        now = forms(self.model)
+        return [name for name in sorted({*self.forms, *now}) if self.forms.get(name, ...) != now.get(name, ...)]
 
 
 def build_state(config: Config, model: nn.Module, schedule: Schedule, device: torch.device) -> TrainState:
@@ -159,12 +185,12 @@ def build_state(config: Config, model: nn.Module, schedule: Schedule, device: to
     Raises:
         ConfigError: the optimizer or its arguments are not legal, or nothing is trainable.
     """
+    check_arrival(model)
     model = model.to(device=device)
     if config.model.channels_last:
         model = model.to(memory_format=torch.channels_last)
     policy = PrecisionPolicy.from_config(config.precision)
     rule = LossScale.from_config(config.precision.loss_scale)
-    _refuse_other_dtypes(model)
     plan = make_plan(model, policy.fp32_modules, mode=policy.mode)
     truths = take_truths(model, mode=policy.mode)
     evaluation = policy.for_eval(config.precision.eval_dtype)
@@ -187,6 +213,8 @@ def build_state(config: Config, model: nn.Module, schedule: Schedule, device: to
         params=[p for _, p in weights if p.requires_grad],
         weights=weights,
         plan=plan,
+        parameters=Parameters.of(model),
+        forms=forms(model),
         base_lr=config.optimizer.lr,
         task=config.dataset.task,
         clip_norm=config.train.clip_norm,

@@ -30,6 +30,7 @@ from mprun.errors import ConfigError
 from mprun.precision.policy import PrecisionPolicy, map_tensors
 from mprun.training.result import StepResult, Verdict
 from mprun.training.state import TrainState
+from mprun.training.targets import check_output
 
 IGNORE = -100
 
@@ -138,7 +139,7 @@ def nonfinite(value: Any, *, start: Tensor) -> Tensor:
 def valid_targets(targets: Tensor, task: Task) -> Tensor:
     """How many targets count: 0-D int64. Labels of ``IGNORE`` (-100) do not; every number of a regression does."""
     if task is Task.regression or targets.is_floating_point():
-        count = targets.shape[0] if task is not Task.regression else targets.numel()
+        count = targets.numel() if task is Task.regression else targets.numel() // targets.shape[1]
         return torch.full((), count, dtype=torch.int64, device=targets.device)
     return (targets != IGNORE).sum()
 
@@ -146,27 +147,32 @@ def valid_targets(targets: Tensor, task: Task) -> Tensor:
 def forward_loss(state: TrainState, batch: Batch, valid: Tensor) -> tuple[Tensor, Tensor]:
     """This micro-batch's share of the window's loss (float32, 0-D, with graph) and its correct predictions (int64)."""
     output = state.run_forward(batch.inputs)
-    total, correct = summed_loss(output, batch.targets, state.task, label_smoothing=state.label_smoothing)
+    total, correct = summed_loss(
+        output, batch.targets, state.task, label_smoothing=state.label_smoothing, num_classes=state.num_classes
+    )
     # A window without valid targets has loss 0 and gradients 0, not 0/0.
     return total / valid.clamp(min=1) * state.loss_weight, correct
 
 
-def summed_loss(output: Tensor, targets: Tensor, task: Task, *, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+def summed_loss(
+    output: Tensor, targets: Tensor, task: Task, *, label_smoothing: float = 0.0, num_classes: int | None = None
+) -> tuple[Tensor, Tensor]:
     """The loss summed over valid targets, computed and reduced in float32, and the number of correct predictions.
 
     Args:
-        output: logits (B, C), or (B, T, V) for a language model, or predictions of the targets' shape; any float dtype.
-        targets: class indices (B) or (B, T), class probabilities (B, C), or numbers.
+        output: logits (B, C) or (B, C, ...), or (B, T, V) for a language model, or predictions of the targets' shape; any
+            float dtype.
+        targets: class indices (B), (B, ...) or (B, T), class probabilities of the output's shape, or numbers.
         task: which loss: cross-entropy or squared error.
         label_smoothing: share of the target mass spread over all classes.
+        num_classes: of the dataset, where known.
+
+    Raises:
+        ConfigError: output and targets do not belong together.
     """
+    check_output(output, targets, task, num_classes)
     output = output.float()
     if task is Task.regression:
-        if output.shape not in (targets.shape, (*targets.shape, 1)) and targets.shape != (*output.shape, 1):
-            raise ConfigError(
-                f"the model's output has shape {tuple(output.shape)}, the targets {tuple(targets.shape)}: a regression needs the "
-                "same shape (or one more axis of size 1)"
-            )
         difference = output.reshape(targets.shape) - targets.float()
         return difference.square().sum(), torch.zeros((), dtype=torch.int64, device=output.device)
     if task is Task.language_model:
@@ -174,8 +180,8 @@ def summed_loss(output: Tensor, targets: Tensor, task: Task, *, label_smoothing:
     if not targets.is_floating_point():
         targets = targets.long()  # int32 labels are labels too
     total = F.cross_entropy(output, targets, reduction="sum", label_smoothing=label_smoothing)
-    labels = targets.argmax(-1) if targets.is_floating_point() else targets
-    return total, (output.detach().argmax(-1) == labels).sum()
+    labels = targets.argmax(1) if targets.is_floating_point() else targets
+    return total, (output.detach().argmax(1) == labels).sum()
 
 
 def gradient_norm(state: TrainState, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -272,7 +278,7 @@ def eval_step(state: TrainState, policy: PrecisionPolicy, batches: Iterable[Batc
     try:
         for batch in batches:
             output = state.run_forward(batch.inputs, policy)
-            loss, correct = summed_loss(output, batch.targets, state.task)
+            loss, correct = summed_loss(output, batch.targets, state.task, num_classes=state.num_classes)
             total, hits = total + loss.double(), hits + correct
             count = count + valid_targets(batch.targets, state.task)
     finally:
