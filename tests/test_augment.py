@@ -1,6 +1,8 @@
+import json
 import random
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mprun.cli import main
 from mprun.config import Config, DatasetConfig, DatasetSource, Task, TrainConfig
 from mprun.config_check import to_plain
 from mprun.data import Batch, build_data, check_dataset, subseed
@@ -326,3 +329,27 @@ def test_synthetic_images_say_what_they_are_for() -> None:
     assert float(pixels.mean()) == pytest.approx(0, abs=0.05)
     assert float(pixels.std()) == pytest.approx(1, abs=0.05)
     assert build_data(config(), device=CPU).spec == spec
+
+
+# -- whole runs ---------------------------------------------------------------------------------------------------
+
+RUN = ["model=mlp", "dataset=synthetic", *(f"dataset.kwargs.{key}={value}" for key, value in TINY.items()), "device=cpu",
+       "tracking=disabled", "train.batch_size=16", "train.epochs=2", "precision=fp16_dynamic", "train.log_every=1",
+       "dataset.augment=flip+randaugment", "dataset.mixup=0.3", "dataset.cutmix=1"]  # fmt: skip
+
+
+def test_a_run_says_what_its_data_are_and_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*RUN, "hydra.run.dir=whole"]) == 0
+    rows = [json.loads(line) for line in Path("whole/metrics.jsonl").read_text().splitlines()]
+    events = [row["message"] for row in rows if row["kind"] == "event"]
+    assert any("synthetic is random images" in message for message in events)
+    assert json.loads(Path("whole/result.json").read_text())["dataset"] == "synthetic"
+    tops = [row["train/top1"] for row in rows if row["kind"] == "train"]
+    assert tops
+    assert all(0 <= top <= 1 for top in tops)
+    assert main([*RUN, "hydra.run.dir=parts", "train.steps=6"]) == 0, "in the middle of the second epoch of 4 batches"
+    assert main(["resume=parts", "train.steps=8", "dataset.workers=1"]) == 0
+    weights = [torch.load(f"{name}/checkpoints/last.pt", weights_only=True)["model"] for name in ("whole", "parts")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])

@@ -138,6 +138,7 @@ def numbers(run: Run, started: float) -> dict[str, Any]:
     return {
         "run_dir": str(run.run_dir),
         "name": run.config.name,
+        "dataset": run.data.spec.name,
         "precision": run.config.precision.name,
         "seed": run.config.seed,
         "steps_applied": counters.applied,
