@@ -335,7 +335,7 @@ def test_synthetic_images_say_what_they_are_for() -> None:
 
 RUN = ["model=mlp", "dataset=synthetic", *(f"dataset.kwargs.{key}={value}" for key, value in TINY.items()), "device=cpu",
        "tracking=disabled", "train.batch_size=16", "train.epochs=2", "precision=fp16_dynamic", "train.log_every=1",
-       "dataset.augment=flip+randaugment", "dataset.mixup=0.3", "dataset.cutmix=1"]  # fmt: skip
+       "dataset.augment=flip+randaugment", "dataset.mixup=0.3", "dataset.cutmix=1", "schedule=constant"]  # fmt: skip
 
 
 def test_a_run_says_what_its_data_are_and_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
