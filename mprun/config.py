@@ -124,7 +124,7 @@ class ModelConfig:
 
 @dataclass
 class DatasetConfig:
-    """``dataset.*``. ``augment`` names augmentations joined by ``+``, ``limit`` keeps the first n training examples.
+    """``dataset.*``. ``augment`` names augmentations joined by ``+``, ``limit`` keeps n training examples (the first ones).
 
     ``mixup`` and ``cutmix`` are the alpha of their Beta distribution, 0 for off (see ``mprun/data/mix.py``).
     """

@@ -20,8 +20,8 @@ import math
 import random
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
-from torch.nn import functional
 
 from mprun.data.augment import Address
 from mprun.data.base import subseed
@@ -70,7 +70,7 @@ class Mix:
             share = 1 - (bottom - top) * (right - left) / (height * width)
         else:
             images = images * share + partner * (1 - share)
-        own = functional.one_hot(labels, self.num_classes).float()
+        own = torch.zeros(len(labels), self.num_classes, device=labels.device).scatter_(1, labels[:, None], 1.0)
         return images, own * share + own.roll(1, 0) * (1 - share)
 
 
