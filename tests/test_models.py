@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,10 +11,10 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from mprun.config import Config, ModelConfig, ModelSource
+from mprun.config import Config, ModelConfig, ModelSource, Task
 from mprun.errors import ConfigError
 from mprun.models.build import build_model
-from mprun.models.catalog import MODELS, RESERVED, check_model, registered, target_of
+from mprun.models.catalog import LANGUAGE_MODELS, MODELS, RESERVED, check_model, registered, target_of
 from mprun.models.mlp import mlp
 from mprun.models.resnet import resnet
 from mprun.models.vit import vit
@@ -24,6 +25,7 @@ from mprun.signatures import legal_kwargs
 class Spec:
     input_shape: tuple[int, ...] = (1, 8, 8)
     num_classes: int = 10
+    task: Task = Task.classification
 
 
 DIGITS = Spec()
@@ -72,7 +74,10 @@ def test_own_models_follow_the_dataset(name: str, parameters: int) -> None:
     assert output(build(name, num_classes=12)).shape == (3, 12)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+IMAGE_MODELS = [name for name in MODELS if name not in LANGUAGE_MODELS]  # the others are in test_gpt.py
+
+
+@pytest.mark.parametrize("name", IMAGE_MODELS)
 def test_weights_are_a_function_of_the_seed(name: str) -> None:
     first, second = build(name).state_dict(), build(name).state_dict()
     assert all(torch.equal(first[key], second[key]) for key in first)
@@ -81,7 +86,7 @@ def test_weights_are_a_function_of_the_seed(name: str) -> None:
     assert any(not torch.equal(first[key], other[key]) for key in first)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", IMAGE_MODELS)
 def test_every_parameter_gets_a_gradient(name: str) -> None:
     model = build(name)
     output(model).square().sum().backward()
@@ -225,8 +230,14 @@ def test_options_in_conf_are_the_models_and_the_sources() -> None:
 
 def test_tuned_settings_fit_the_schema() -> None:
     files = sorted((CONF / "tuned").glob("*.yaml"))
-    assert [path.stem for path in files] == ["mlp_digits_adamw", "resnet_digits_adamw", "vit_digits_adamw"]
+    assert {"mlp_digits_adamw", "resnet_digits_adamw", "vit_digits_adamw", "gpt_python_docs_adamw"} <= {
+        p.stem for p in files
+    }
     for path in files:
+        model, _, rest = path.stem.partition("_")
+        dataset, _, optimizer = rest.rpartition("_")
+        for group, option in (("model", model), ("dataset", dataset), ("optimizer", optimizer)):
+            assert (CONF / group / f"{option}.yaml").exists(), f"{path.name} is for no {group} that there is"
         assert path.read_text().startswith("# @package _global_\n"), "Hydra reads the first line"
         OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))  # refuses unknown keys and wrong types
 
@@ -253,6 +264,122 @@ def test_timm_errors_name_model_kwargs() -> None:
         build("test_vit", "timm", Spec((64,)))
 
 
+# Each fails at another place: in the builder, in the forward pass, or (patches that do not divide the image) nowhere.
+TOO_SMALL = [
+    ("test_convnext", "timm", "Kernel size can't be greater than actual input size", 32, 1),
+    ("test_maxvit", "timm", "integer modulo by zero", 32, None),
+    ("test_coatnet", "timm", "batch2|broadcast", 32, None),
+    ("test_vit", "timm", "its patches of 16 x 16 do not divide them", 32, 4),
+    ("test_vit_relpos", "timm", "its patches of 16 x 16 do not divide them", 32, 4),
+    ("squeezenet1_1", "torchvision", None, None, None),
+    ("vgg11", "torchvision", "Output size is too small", 32, None),
+    ("vit_b_32", "torchvision", "Input shape indivisible by patch size", 32, None),
+]
+
+
+@pytest.mark.parametrize(("name", "source", "reason", "side", "patch"), TOO_SMALL, ids=[row[0] for row in TOO_SMALL])
+def test_images_of_a_wrong_size_are_refused_with_what_works(
+    name: str, source: str, reason: str | None, side: int | None, patch: int | None
+) -> None:
+    spec = Spec((1, 28, 28))
+    if reason is None:
+        assert output(build(name, source, spec), spec).shape == (3, 10)
+        return
+    with torch.device("meta"), pytest.raises(ConfigError) as caught:
+        build(name, source, spec)
+    text = str(caught.value)
+    assert len(text.splitlines()) == 1
+    assert re.search(
+        rf"model\.name={name} cannot take images of 28 x 28 pixels: .*({reason}).*; it takes {side} x {side}", text
+    )
+    larger = Spec((1, side or 0, side or 0))
+    with torch.device("meta"):
+        assert build(name, source, larger)(torch.zeros(2, *larger.input_shape)).shape == (2, 10), "the advice is good"
+    assert ("patch_size" in text) == (patch is not None)
+    if patch is not None:
+        assert f"or model.kwargs.patch_size={patch} makes it fit" in text
+        assert output(build(name, source, spec, patch_size=patch), spec).shape == (3, 10)
+
+
+def test_the_trial_leaves_no_trace() -> None:
+    """Weights, random numbers and buffers are those of the library's own builder."""
+    import timm
+
+    for name in ("test_resnet", "test_nfnet", "levit_128s"):
+        torch.manual_seed(0)
+        plain = timm.create_model(name, in_chans=3, num_classes=10)
+        after = torch.get_rng_state()
+        model = build(name, "timm", Spec((3, 32, 32)))
+        if name != "levit_128s":  # which is also told the image's size
+            assert torch.equal(torch.get_rng_state(), after)
+            assert all(torch.equal(value, plain.state_dict()[key]) for key, value in model.state_dict().items())
+        assert all(module.training for module in model.modules())
+        cached = [module for module in model.modules() if getattr(module, "attention_bias_cache", None)]
+        assert not cached, "what an evaluation keeps must not outlive it"
+
+
+def test_an_image_model_and_a_text_do_not_go_together() -> None:
+    words = Spec((64,), 103, Task.language_model)
+    for name in IMAGE_MODELS:
+        with pytest.raises(ConfigError, match=rf"model\.name={name} is no language model, .*use model=gpt"):
+            build(name, spec=words)
+    with pytest.raises(ConfigError, match=r"takes images \(C, H, W\), not inputs of shape \(64,\)"):
+        build("test_vit", "timm", words)
+    with pytest.raises(ConfigError, match=r"the gpt takes sequences of token ids .*use dataset=python_docs"):
+        build("gpt")
+    with pytest.raises(ConfigError, match=r"model\.name=gpt .* needs dataset\.task=language_model, not classification"):
+        build("gpt", spec=Spec((64,)))
+    assert build("gpt", spec=words)(torch.zeros(2, 64, dtype=torch.long)).shape == (2, 64, 103)
+
+
+FAMILIES = [
+    "resnet50", "vit_tiny_patch16_224", "convnext_atto", "efficientnet_b0", "swin_tiny_patch4_window7_224", "levit_128s",
+    "mobilenetv3_small_100", "mixer_s32_224", "deit_tiny_distilled_patch16_224", "regnetx_002", "edgenext_xx_small",
+    "maxvit_rmlp_nano_rw_256", "densenet121", "inception_v3", "xcit_nano_12_p16_224", "coat_tiny", "pit_ti_224",
+    "eva02_tiny_patch14_224", "mobilevit_xxs", "ghostnet_100", "repvgg_a0", "hrnet_w18_small", "cait_xxs24_224", "csatv2",
+    "crossvit_tiny_240", "poolformer_s12", "gmlp_ti16_224", "visformer_tiny", "tnt_s_patch16_224", "vovnet39a", "dla34",
+    "efficientformer_l1", "fastvit_t8", "tiny_vit_5m_224", "hiera_tiny_224", "davit_tiny", "gcvit_xxtiny", "nest_tiny",
+    "mvitv2_tiny", "swinv2_tiny_window8_256", "convmixer_768_32", "pvt_v2_b0", "twins_pcpvt_small", "mambaout_femto",
+    "efficientvit_b0", "swiftformer_xs", "naflexvit_base_patch16_gap", "resnetv2_50", "convit_tiny", "cspdarknet53",
+]  # fmt: skip
+
+
+def check_everywhere(name: str, source: str) -> None:
+    """Built on the meta device for four kinds of images: logits, or one line that says what works."""
+    fits = 0
+    for shape in ((1, 8, 8), (1, 28, 28), (3, 32, 32), (3, 64, 64)):
+        with torch.device("meta"):
+            try:
+                model = build(name, source, Spec(shape))
+                assert model(torch.zeros(2, *shape)).shape == (2, 10)
+                fits += 1
+            except ConfigError as error:
+                text = str(error)
+            else:
+                continue
+        size = f"{shape[1]} x {shape[2]}"
+        advised = r"(it takes \d+ x \d+|model\.kwargs\.patch_size=\d+ makes it fit)"
+        assert re.fullmatch(rf"model\.name={name} cannot take images of {size} pixels: .*; {advised}.*", text), text
+    assert fits or name in ("inception_v3", "efficientformer_l1", "maxvit_t"), "made for 96 x 96 and more"
+
+
+@pytest.mark.slow
+def test_many_families_of_timm_take_small_images_or_say_what_they_take() -> None:
+    import timm
+
+    for name in [*timm.list_models("test_*"), *FAMILIES]:
+        check_everywhere(name, "timm")
+
+
+@pytest.mark.slow
+def test_all_classifiers_of_torchvision_take_small_images_or_say_what_they_take() -> None:
+    for name in registered("torchvision"):
+        if not name.startswith("regnet"):  # whose builder reads numbers, which the meta device does not have
+            check_everywhere(name, "torchvision")
+    for name in ("regnet_x_400mf", "regnet_y_400mf"):
+        assert output(build(name, "torchvision")).shape == (3, 10)
+
+
 @pytest.mark.parametrize(
     ("name", "spec"),
     [
@@ -265,10 +392,7 @@ def test_torchvision_models_follow_the_dataset(name: str, spec: Spec) -> None:
     assert output(build(name, "torchvision", spec), spec).shape == (3, spec.num_classes)
 
 
-def test_torchvision_vit_gets_the_image_size_and_errors_name_the_keyword() -> None:
-    # 8 pixels cannot be cut into patches of 32.
-    with pytest.raises(ConfigError, match=r"model\.kwargs=\{\} do not fit vit_b_32: Input shape indivisible"):
-        build("vit_b_32", "torchvision")
+def test_torchvision_errors_name_the_keyword() -> None:
     with pytest.raises(
         ConfigError, match=r"widht_per_group is not a parameter of ResNet: did you mean 'width_per_group'"
     ):

@@ -10,14 +10,15 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import nn
 
-from mprun.config import ModelConfig, ModelSource
+from mprun.config import ModelConfig, ModelSource, Task
 from mprun.errors import ConfigError, nearest
-from mprun.models.catalog import check_model, target_of
+from mprun.models.catalog import LANGUAGE_MODELS, check_model, target_of
 from mprun.models.imports import no_wandb
+from mprun.models.trial import BAD_VALUE, fitting_model
 from mprun.signatures import import_target, legal_kwargs
 
 # torchvision's two networks with a second output in training, and an initialisation that they warn about.
@@ -25,8 +26,6 @@ _TORCHVISION_DEFAULTS: dict[str, dict[str, Any]] = {
     "googlenet": {"aux_logits": False, "init_weights": True},
     "inception_v3": {"aux_logits": False, "init_weights": True},
 }
-# What a builder raises when a value makes no sense to it.
-_BAD_VALUE = (TypeError, ValueError, AssertionError, RuntimeError, ArithmeticError, LookupError, AttributeError)
 
 
 class InputSpec(Protocol):
@@ -40,20 +39,24 @@ class InputSpec(Protocol):
     def num_classes(self) -> int:
         """Size of the output."""
 
+    @property
+    def task(self) -> Task:
+        """What the targets mean."""
+
 
 def build_model(config: ModelConfig, spec: InputSpec, *, trust: Collection[str]) -> nn.Module:
     """Make the model of a run. Draws from the global CPU generator.
 
     Args:
         config: ``model.name``, ``model.source`` and ``model.kwargs`` are read.
-        spec: input shape and number of classes.
+        spec: input shape, number of classes and task.
         trust: top-level packages of the user's that may be imported.
 
     Returns:
         The module, float32, on the CPU, in training mode.
 
     Raises:
-        ConfigError: an unknown name, or ``model.kwargs`` that the builder does not take.
+        ConfigError: an unknown name, ``model.kwargs`` that the builder does not take, or a model that cannot take such inputs.
     """
     check_model(config)
     classes = config.kwargs.get("num_classes", spec.num_classes)
@@ -67,6 +70,15 @@ def build_model(config: ModelConfig, spec: InputSpec, *, trust: Collection[str])
 
 
 def _mprun(config: ModelConfig, spec: InputSpec, trust: Collection[str]) -> Any:
+    language = config.name in LANGUAGE_MODELS
+    if language and len(spec.input_shape) == 1 and spec.task is not Task.language_model:
+        raise ConfigError(
+            f"model.name={config.name} predicts the next token: it needs dataset.task=language_model, not {spec.task.value}"
+        )
+    if spec.task is Task.language_model and not language:
+        raise ConfigError(
+            f"model.name={config.name} is no language model, and dataset.task=language_model: use model={LANGUAGE_MODELS[0]}"
+        )
     build = import_target(target_of(config), trust=["mprun"], key="model.name")
     follows = {"input_shape": spec.input_shape, "num_classes": spec.num_classes}
     return _call(build, config, follows | config.kwargs)
@@ -76,29 +88,35 @@ def _timm(config: ModelConfig, spec: InputSpec, trust: Collection[str]) -> Any:
     with no_wandb():
         import timm
 
-    channels, *size = _image_shape(config, spec)
-    follows: dict[str, Any] = {"in_chans": channels, "num_classes": spec.num_classes}
-    if timm.models.get_pretrained_cfg(config.name.partition(".")[0]).fixed_input_size:
-        follows["img_size"] = tuple(size)
-    # timm prunes keywords that are None; `create_model` keeps weights away from here, `pretrained` is reserved.
-    return _call(
-        timm.create_model, config, {"model_name": config.name, "pretrained": False, **follows, **config.kwargs}
-    )
+    fixed = timm.models.get_pretrained_cfg(config.name.partition(".")[0]).fixed_input_size
+
+    def make(shape: tuple[int, ...], extra: dict[str, Any]) -> nn.Module:
+        follows: dict[str, Any] = {"in_chans": shape[0], "num_classes": spec.num_classes}
+        if fixed:
+            follows["img_size"] = shape[1:]
+        # timm prunes keywords that are None; `create_model` keeps weights away from here, `pretrained` is reserved.
+        given = {"model_name": config.name, "pretrained": False, **follows, **config.kwargs, **extra}
+        return cast(nn.Module, _call(timm.create_model, config, given))
+
+    return fitting_model(make, _image_shape(config, spec), name=config.name, kwargs=config.kwargs)
 
 
 def _torchvision(config: ModelConfig, spec: InputSpec, trust: Collection[str]) -> Any:
     from torchvision.models import get_model
 
-    channels, *size = _image_shape(config, spec)
-    follows: dict[str, Any] = {"num_classes": spec.num_classes, **_TORCHVISION_DEFAULTS.get(config.name, {})}
-    if config.name.startswith("vit_"):
-        follows["image_size"] = size[0]
-    if config.name.startswith("maxvit"):
-        follows["input_size"] = tuple(size)
-    model = _call(get_model, config, {"name": config.name, "weights": None, **follows, **config.kwargs})
-    if channels != 3:
-        _replace_stem(model, channels)
-    return model
+    def make(shape: tuple[int, ...], extra: dict[str, Any]) -> nn.Module:
+        follows: dict[str, Any] = {"num_classes": spec.num_classes, **_TORCHVISION_DEFAULTS.get(config.name, {})}
+        if config.name.startswith("vit_"):
+            follows["image_size"] = shape[1]
+        if config.name.startswith("maxvit"):
+            follows["input_size"] = shape[1:]
+        given = {"name": config.name, "weights": None, **follows, **config.kwargs, **extra}
+        model = cast(nn.Module, _call(get_model, config, given))
+        if shape[0] != 3:
+            _replace_stem(model, shape[0])
+        return model
+
+    return fitting_model(make, _image_shape(config, spec), name=config.name, kwargs=config.kwargs)
 
 
 def _python(config: ModelConfig, spec: InputSpec, trust: Collection[str]) -> Any:
@@ -128,7 +146,7 @@ def _call(build: Callable[..., Any], config: ModelConfig, kwargs: dict[str, Any]
     """Call a builder; what it says against its arguments becomes a ConfigError."""
     try:
         return build(**kwargs)
-    except _BAD_VALUE as error:
+    except BAD_VALUE as error:
         text = str(error).strip() or type(error).__name__
         if match := re.search(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", text):
             owner, wrong = match.groups()

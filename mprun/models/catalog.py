@@ -21,6 +21,8 @@ MODELS: dict[str, str] = {
     "mlp": "mprun.models.mlp:mlp",
     "gpt": "mprun.models.gpt:gpt",
 }
+# Those of them that read tokens and give logits for each.
+LANGUAGE_MODELS = ("gpt",)
 
 # What fetches or unpickles files, or changes how a model is made rather than what it is. `model.init` loads weights.
 RESERVED: dict[ModelSource, tuple[str, ...]] = {
