@@ -74,6 +74,7 @@ def resnet(
     num_classes: int,
     widths: Sequence[int] = (16, 32, 64),
     dropout: float = 0.0,
+    bn_momentum: float = 0.1,
 ) -> nn.Module:
     """Build the model, float32 on the CPU.
 
@@ -82,12 +83,19 @@ def resnet(
         num_classes: size of the output.
         widths: channels of each block; every block but the first halves the image.
         dropout: before the last layer.
+        bn_momentum: what a batch weighs in BatchNorm's running mean and variance, from 0 to 1 (torch's meaning).
 
     Raises:
-        ConfigError: inputs that are no images, or no widths.
+        ConfigError: inputs that are no images, no widths, a momentum that is no weight.
     """
     if len(input_shape) != 3:
         raise ConfigError(f"the resnet takes images (C, H, W), not inputs of shape {tuple(input_shape)}")
     if not widths or min(widths) < 1:
         raise ConfigError(f"model.kwargs.widths={list(widths)} must be positive numbers of channels, as in [16,32,64]")
-    return ResNet(input_shape[0], num_classes, widths, dropout)
+    if not 0 <= bn_momentum <= 1:
+        raise ConfigError(f"model.kwargs.bn_momentum={bn_momentum} must be from 0 to 1")
+    model = ResNet(input_shape[0], num_classes, widths, dropout)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = bn_momentum
+    return model
