@@ -36,7 +36,7 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError(f"cp: {target} exists and is not written over; choose another name") from None
     except OSError as error:
         raise ConfigError(f"cp: {target} cannot be written: {error.strerror}") from error
-    path = target if target.is_absolute() else Path(f"./{target}")
+    path = target if target.is_absolute() else f"./{target}"
     print(f"copied to {target}; run it with: mprun {shlex.quote(f'recipe={path}')}")
     return 0
 

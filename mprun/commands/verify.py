@@ -25,6 +25,7 @@ from mprun.errors import ConfigError, MprunError, nearest
 from mprun.processes import STOPPED, SeedRun, about_run, run_seeds
 from mprun.recipes import Verdict, expectations, judge, needs, seeds_of
 from mprun.runs import OUTPUTS, slug
+from mprun.signatures import import_target
 from mprun.training.env import atomic_write_json
 from mprun.training.host import versions
 
@@ -148,6 +149,8 @@ def cannot_run(config: Config, overrides: Sequence[str]) -> str:
         asks_for_cpu = any(word.partition("=")[0] == "device" for word in overrides)
         if "gpu" in needs(config.meta) and device.type == "cpu" and not asks_for_cpu:
             return "needs a GPU (meta.requires: gpu); device=cpu runs it all the same"
+        if config.model.source is ModelSource.python:
+            import_target(config.model.name, trust=config.trust, key="model.name")
         from mprun.data import build_data
 
         build_data(config, device=resolve_device(Device.cpu))
