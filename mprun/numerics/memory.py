@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mprun.numerics.tensor_cores import Misfit
@@ -125,17 +126,16 @@ class Ledger(TorchDispatchMode):
     ``found`` is filled as operations run; :meth:`start` begins anew, without forgetting what is alive.
     """
 
-    def __init__(self, *, granule: int = 1, blind: bool = False, answer: bool = False) -> None:
+    def __init__(self, *, granule: int = 1, blind: bool = False) -> None:
         """An empty ledger.
 
         Args:
             granule: sizes are rounded up to a multiple of it (CUDA's allocator: 512).
-            blind: the tensors are fake. A number that the host reads from one is then made up: 1.
-            answer: what a bool is then.
+            blind: the tensors are fake. What the host reads from one and nobody knows is then made up, so that the step goes on
+                as a good one: numbers are 1, conditions false, and what is asked of all elements (are they finite?) is true.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.granule, self.blind = granule, blind
-        self.answer = answer
         self.found = Counted()
         self.running: list[str] = []
         self._known: dict[int, _Storage] = {}
@@ -182,11 +182,13 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.blind and func is torch.ops.aten._local_scalar_dense.default:
-            return self._made_up(args[0])
+            return self._read(func, args[0])
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
         if name.startswith("_scaled_dot_product") and self.running and not name.endswith("_backward"):
             self.found.heads.setdefault(self.running[-1], args[0].shape[-1])
+        if self.blind and name == "all":
+            out.is_true = True
         kind = "working tensors"
         if name in _COPYING and (source := self._storage(args[0])) is not None:
             kind = _COPIES.get(source.kind, kind)
@@ -197,11 +199,14 @@ class Ledger(TorchDispatchMode):
                 self._storage(tensor, kind)
         return out
 
-    def _made_up(self, tensor: Tensor) -> bool | int | float:
-        if self.running:
-            raise ValueReadError(self.running[-1])
+    def _read(self, func: Any, tensor: Tensor) -> Any:
+        try:
+            return func(tensor)  # a constant, such as a learning rate, is known
+        except DataDependentOutputException:
+            if self.running:
+                raise ValueReadError(self.running[-1]) from None
         if tensor.dtype == torch.bool:
-            return self.answer
+            return hasattr(tensor, "is_true")
         return 1.0 if tensor.is_floating_point() else 1
 
     def _storage(self, tensor: Tensor, kind: str = "working tensors") -> _Storage | None:

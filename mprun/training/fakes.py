@@ -7,6 +7,7 @@ buffers are exchanged for fake ones (:func:`make_fake`).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -97,7 +98,10 @@ def resized(example: Batch, batch_size: int, device: torch.device) -> Batch:
 def explained(name: str) -> Iterator[None]:
     """Say what it means if a model cannot be run without values."""
     try:
-        yield
+        with warnings.catch_warnings():
+            # The check for parameters that share memory asks where they lie: a fake one lies nowhere.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            yield
     except (
         ValueReadError,
         DataDependentOutputException,

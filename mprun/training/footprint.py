@@ -67,7 +67,7 @@ def predicting(config: Config, device: torch.device) -> Iterator[Callable[[int],
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
             make_fake(model, here, channels_last=config.model.channels_last)
-            with Ledger(blind=True, answer=True):
+            with Ledger(blind=True), explained(config.model.name):
                 state = build_state(config, model, schedule, here)
         del model.to
 
@@ -143,7 +143,7 @@ def largest_batch(predict: Callable[[int], Footprint], limit: int, *, start: int
     """The footprint of the largest micro-batch whose peak is at most ``limit`` bytes; None if not even 1 fits.
 
     Memory is linear in the batch but for a change of the moment of the peak. So the next guess is the line through the two
-    nearest known points, and the answer is only taken once it fits and one more does not.
+    nearest known points, and the answer is only taken once it fits and one more does not. (2**30 is large enough, too.)
     """
     low, high = predict(1), predict(max(start, 2))
     if low.peak_bytes > limit:
