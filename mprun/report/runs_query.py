@@ -39,7 +39,8 @@ def resolve(name: str, keys: Sequence[str], headings: Mapping[str, str]) -> str:
     if len(ends) > 1:
         raise ConfigError(f"{name} may mean {', '.join(ends)}: write one of them")
     if not ends:
-        raise ConfigError(f"no run has the key {name}: {nearest(name, sorted({*known, *by_heading, *ALIASES}))}")
+        aliases = (alias for alias, key in ALIASES.items() if key in known)
+        raise ConfigError(f"no run has the key {name}: {nearest(name, sorted({*known, *by_heading, *aliases}))}")
     return ends[0]
 
 

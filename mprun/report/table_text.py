@@ -19,7 +19,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from mprun.report.run_folders import OK, RunRow
-from mprun.report.runs_table import RunsTable, Spread, all_keys, is_number, token
+from mprun.report.runs_table import Row, RunsTable, Spread, all_keys, is_number, token
 from mprun.report.summary import STATUS_STYLE, bytes_text, count_text, number_text
 from mprun.training.env import json_ready
 
@@ -42,7 +42,7 @@ def terminal(table: RunsTable, width: int, *, chosen: bool = False) -> list[Text
         width: cells of a line.
         chosen: the columns were asked for by name: they are cut at the right rather than left out.
     """
-    cells = {key: [shown(row.get(key), key, most=CELL_MAX) for row in table.rows] for key in table.columns}
+    cells = {key: [cell(table, row, key, most=CELL_MAX) for row in table.rows] for key in table.columns}
     headings = {key: heading(table, key) for key in table.columns}
     widths = {key: max(cell_len(text) for text in [headings[key], *cells[key]]) for key in table.columns}
     hidden: list[str] = [] if chosen else too_many(table, widths, width)
@@ -54,10 +54,9 @@ def terminal(table: RunsTable, width: int, *, chosen: bool = False) -> list[Text
     def line(texts: Mapping[str, str], style: str, status: str = "") -> Text:
         text = Text(style=style, no_wrap=True, end="")
         for number, key in enumerate(columns):
-            cell = texts[key]
-            pad = " " * (widths[key] - cell_len(cell))
+            pad = " " * (widths[key] - cell_len(texts[key]))
             text.append(GAP if number else "")
-            text.append(pad + cell if key in right else cell + pad, style=status if key == "status" else "")
+            text.append(pad + texts[key] if key in right else texts[key] + pad, style=status if key == "status" else "")
         text.rstrip()
         text.truncate(width, overflow="ellipsis")
         return text
@@ -106,6 +105,13 @@ def heading(table: RunsTable, key: str) -> str:
     return name
 
 
+def cell(table: RunsTable, row: Row, key: str, *, most: int) -> str:
+    """The text of one cell. A null of the configuration is a value, other than what a run has not."""
+    if key in table.config_keys and key in row and row[key] is None:
+        return "null"
+    return shown(row.get(key), key, most=most)
+
+
 def shown(value: Any, key: str = "", *, most: int | None = None) -> str:
     """A value as people read it: numbers with a few digits, sizes with a unit, a long text cut after ``most`` cells."""
     if value is None:
@@ -123,6 +129,11 @@ def shown(value: Any, key: str = "", *, most: int | None = None) -> str:
     # A folder may come from a stranger: no control character of its texts reaches the terminal.
     text = " ".join("".join(char if char.isprintable() else " " for char in text).split())
     return text if most is None or cell_len(text) <= most else set_cell_size(text, most - 1).rstrip() + "…"
+
+
+def config_text(value: Any, *, most: int = CELL_MAX) -> str:
+    """A value of the configuration, on the axes and in the legend of a picture: null is a value of its own there."""
+    return "null" if value is None else f"{value:.4g}" if isinstance(value, float) else shown(value, most=most)
 
 
 def _number(value: float, key: str) -> str:
@@ -167,7 +178,7 @@ def markdown(table: RunsTable) -> str:
     if any(row["error"] for row in table.rows) and "error" not in columns:
         columns.append("error")
     rows = [[heading(table, key) for key in columns]]
-    rows += [[shown(row.get(key), key, most=REASON_MAX) for key in columns] for row in table.rows]
+    rows += [[cell(table, row, key, most=REASON_MAX) for key in columns] for row in table.rows]
     rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     widths = [max(3, *(cell_len(row[column]) for row in rows)) for column in range(len(columns))]
     right = [any(is_number(plain_mean(row.get(key))) for row in table.rows) for key in columns]
