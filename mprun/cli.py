@@ -29,6 +29,9 @@ COMMANDS = {
     "estimate": "memory by category, module and batch, before a run; measured beside predicted after one",
 }
 
+# Commands with a help of their own: mprun table --help.
+OWN_HELP = ("table", "plot")
+
 # Hydra's own flags: these are handed to Hydra as they are.
 HYDRA_FLAGS = {
     "-m", "--multirun", "--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc", "--resolve",
@@ -66,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
         if any(word in ("-h", "--help") for word in words):
+            if words[0] in OWN_HELP:
+                print(import_module(f"mprun.commands.{words[0]}").HELP, end="")
+                return 0
             print(HELP.format(commands="\n".join(f"  {name:<10}{text}" for name, text in COMMANDS.items())), end="")
             return 0
         if "--version" in words:

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from made_runs import failed, made_run, many, ok
 
 from mprun.cli import main
+from mprun.commands.plot import VALUED as plot_flags
+from mprun.commands.table import VALUED as table_flags
 from mprun.report.run_folders import find_runs, flatten, natural, read_run, short_names
 from mprun.report.runs_query import in_order, matches
 from mprun.report.runs_table import Spread, build_table, differing, short, token
@@ -303,6 +305,15 @@ def test_a_wrong_word_is_refused_with_what_is_legal(words, expected, sweep, caps
     error = capsys.readouterr().err
     assert expected in error
     assert len(error.splitlines()) <= 3
+
+
+@pytest.mark.parametrize(("command", "flags"), [("table", table_flags), ("plot", (*plot_flags, "--skips"))])
+def test_the_help_of_a_command_names_its_flags(command, flags, capsys):
+    assert main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"mprun {command} [FOLDER ...]")
+    assert [flag for flag in flags if flag not in out] == []
+    assert max(map(len, out.splitlines())) <= 130
 
 
 # --- formats

@@ -1,4 +1,4 @@
-"""``mprun plot [FOLDER ...]``: a picture of a sweep, or of any runs, from their folders alone. Imports no torch.
+"""``mprun plot [FOLDER ...]``: a picture of a sweep, or of any runs, from their folders alone.
 
     mprun plot outputs/sweeps/<stamp>                         val/loss of every configuration, a band over its seeds
     mprun plot latest --metric train/loss --skips             one run, with the steps it skipped
@@ -37,6 +37,7 @@ from mprun.tracking.jsonl import METRICS_FILE, read_metrics
 if TYPE_CHECKING:
     from mprun.report.curves import Curve
 
+HELP = (__doc__ or "").replace("``", "")  # what mprun plot --help prints
 KINDS = ("curves", "parallel")
 PROGRESS = ("step", "epoch", "time")
 BANDS = ("minmax", "std", "none")

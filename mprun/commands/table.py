@@ -1,4 +1,4 @@
-"""``mprun table [FOLDER ...]``: the results of a sweep, or of any runs, from their folders alone. Imports no torch.
+"""``mprun table [FOLDER ...]``: the results of a sweep, or of any runs, from their folders alone.
 
     mprun table                                  every run below outputs/
     mprun table outputs/sweeps/<stamp>           a sweep: one row a run, a column for each key that differs
@@ -24,6 +24,7 @@ from mprun.report.run_folders import RunRow, find_runs, read_run
 from mprun.report.runs_query import by_keys, chosen, in_order, keys_of, resolve
 from mprun.report.runs_table import RunsTable, all_keys, build_table, headings_of
 
+HELP = (__doc__ or "").replace("``", "")  # what mprun table --help prints
 FORMATS = ("terminal", "markdown", "csv", "json")
 VALUED = ("--sort", "--columns", "--by", "--format", "--filter", "--limit")
 
