@@ -432,8 +432,9 @@ def test_patience_counts_skips_in_a_row(faulty, capsys, kind, times):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_master"])
 def test_without_a_scale_a_bad_gradient_stops_the_run_and_moves_nothing(faulty, capsys, precision):
+    words = [word for word in WINDOWS if "loss_scale" not in word]
     code, _ = faulty(
-        [*WINDOWS, f"precision={precision}", "train.checkpoint_every=1"],
+        [*words, f"precision={precision}", "train.checkpoint_every=1"],
         Fault("0", attempt=3, micro_batch=1, where="backward"),
     )
     assert code == 1
@@ -731,3 +732,199 @@ def test_torn_checkpoints_are_named_at_any_length(folder, size):
     with pytest.raises(CheckpointError, match=re.escape(str(path))) as caught:
         checkpoint.load(path)
     assert len(str(caught.value).splitlines()) == 1
+
+
+# --- links, and runs that save nothing -------------------------------------------------------------------------------------
+
+
+def test_a_numbered_checkpoint_is_a_link_that_outlives_the_next_save(folder):
+    """One file under two names costs its room once; replacing ``last.pt`` leaves what the other name says."""
+    words = [*ROWS, "precision=fp32", "train.steps=4", "train.checkpoint_every=2", "train.keep=9"]
+    assert main(words) == 0
+    places = {path.name: path for path in (case_code.latest() / "checkpoints").iterdir()}
+    assert places["step_4.pt"].stat().st_ino == places["last.pt"].stat().st_ino
+    assert places["step_2.pt"].stat().st_ino != places["last.pt"].stat().st_ino
+    assert {name: checkpoint.load(path)["step"] for name, path in places.items() if name != "best.pt"} == {
+        "last.pt": 4, "step_2.pt": 2, "step_4.pt": 4}  # fmt: skip
+
+
+def test_a_link_again_or_where_there_are_none_is_whole(folder, monkeypatch):
+    last, step = Path("last.pt"), Path("step_1.pt")
+    checkpoint.save({"format": 1, "step": 1}, last)
+    for _ in range(2):  # the second time both are one file already, which rename(2) leaves alone
+        checkpoint.link(last, step)
+        assert sorted(os.listdir()) == ["last.pt", "step_1.pt"]
+    checkpoint.save({"format": 1, "step": 2}, last)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    checkpoint.link(last, step)
+    assert step.stat().st_ino != last.stat().st_ino
+    assert checkpoint.load(step)["step"] == 2
+    assert sorted(os.listdir()) == ["last.pt", "step_1.pt"]
+    with pytest.raises(CheckpointError, match=r"step_1\.pt.*untouched"):
+        checkpoint.link(Path("nowhere.pt"), step)
+    assert checkpoint.load(step)["step"] == 2
+
+
+def test_a_run_that_could_save_nothing_has_failed(folder):
+    """Files may grow to 64 kB from the first sample on: metrics fit, checkpoints do not."""
+    words = [*ROWS, "precision=fp32", "train.steps=6", "train.checkpoint_every=2", "model.kwargs.width=4096", "dataset.kwargs.accident=limit",
+             "dataset.kwargs.at=1", "hydra.run.dir=run"]  # fmt: skip
+    process = mprun_command(words)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, out
+    got = case_code.result(Path("run"))
+    assert (got["status"], got["checkpoint"], got["steps_applied"]) == ("failed", None, 6)
+    assert "all 6 steps are done, but nothing could be saved" in got["error"]
+    assert out.count("all 6 steps are done") == 1
+    assert "File too large" in got["error"]
+    assert "Traceback" not in out
+
+
+def test_a_run_that_saved_says_where(folder):
+    assert main([*ROWS, "precision=fp32", "train.steps=3"]) == 0
+    assert case_code.result()["checkpoint"] == {"file": "checkpoints/last.pt", "step": 3}
+
+
+# --- ends before the first step, and out of memory ---------------------------------------------------------------------------
+
+GREEDY = """
+import os, torch
+from torch import nn
+from tests.case_code import rows
+WHERE = os.environ.get("GREEDY", "")
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 4)
+        if WHERE == "build":
+            torch.empty(10**15)
+    def forward(self, x):
+        if WHERE == "observe" or (WHERE == "train" and torch.is_grad_enabled()):
+            torch.empty(10**15)
+        if WHERE == "bug" and not torch.is_grad_enabled():
+            {}["no such key"]
+        return self.inner(x)
+
+def net():
+    return Net()
+"""
+
+
+@pytest.fixture
+def greedy(folder, monkeypatch):
+    """``greedy(where, words)``: a run whose model asks for a petabyte (or has a bug) there. Returns its exit status."""
+    Path("greedy.py").write_text(GREEDY)
+    monkeypatch.syspath_prepend(str(folder))
+
+    def run(where: str, words: list[str]) -> int:
+        monkeypatch.setenv("GREEDY", where)
+        sys.modules.pop("greedy", None)
+        return main([*words, "trust=[greedy,tests]"])
+
+    yield run
+    sys.modules.pop("greedy", None)
+
+
+GREEDY_WORDS = [
+    *[word for word in ROWS if not word.startswith(("trust", "model.name"))],
+    "model.name=greedy:net",
+    "precision=fp32",
+    "train.steps=2",
+]
+
+
+@pytest.mark.parametrize("where", ["build", "observe", "train"])
+def test_out_of_memory_is_told_as_such_wherever_it_happens(greedy, capsys, where):
+    assert greedy(where, GREEDY_WORDS) == 1
+    out = capsys.readouterr()
+    assert "out of memory on cpu at train.batch_size=8" in out.err
+    assert out.err.count("out of memory") + out.out.count("out of memory") == 1
+    assert "train.accumulate" in out.err
+    assert "Traceback" not in out.err
+    if where == "train":
+        assert case_code.result()["status"] == "oom"
+        assert not (case_code.latest() / "error.txt").exists()
+    else:
+        assert not Path("outputs").exists()
+
+    assert greedy("", GREEDY_WORDS) == 0
+    before = case_code.result()
+    assert greedy(where, ["resume=latest", "train.steps=4"]) == 1
+    got = case_code.result()
+    assert got["status"] == "oom"
+    assert "out of memory" in got["error"]
+    if where != "train":
+        assert got["final"] == before["final"], "what the run had reached stays true"
+    assert greedy("", ["resume=latest", "train.steps=4"]) == 0
+    assert (case_code.result()["status"], case_code.result()["error"]) == ("ok", None)
+
+
+def test_a_bug_leaves_its_traceback_until_the_run_goes_on(greedy):
+    assert greedy("", GREEDY_WORDS) == 0
+    with pytest.raises(KeyError):
+        greedy("bug", ["resume=latest", "train.steps=4"])
+    run = case_code.latest()
+    assert case_code.result()["status"] == "failed"
+    text = (run / "error.txt").read_text()
+    assert "Traceback" in text
+    assert "greedy.py" in text
+    assert "no such key" in text
+    assert greedy("", ["resume=latest", "train.steps=4"]) == 0
+    assert not (run / "error.txt").exists()
+
+
+def test_a_refused_resume_is_no_end_of_the_run(greedy):
+    assert greedy("", GREEDY_WORDS) == 0
+    before = {path: path.stat().st_mtime_ns for path in case_code.latest().rglob("*")}
+    assert greedy("", ["resume=latest", "train.steps=4", "optimizer.kwargs.nope=1"]) == 2
+    assert before == {path: path.stat().st_mtime_ns for path in case_code.latest().rglob("*")}
+
+
+# --- each error once ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_a_run_is_printed_once(folder, capsys):
+    assert main([*ROWS, "precision=fp32", "train.steps=4", "optimizer=sgd", "optimizer.lr=1e30"]) == 1
+    out = capsys.readouterr()
+    said = case_code.result()["error"].partition(": ")[2].splitlines()[0]
+    assert out.err.count(said) == 1
+    assert said not in out.out
+
+
+@pytest.mark.slow
+def test_every_failing_job_of_a_sweep_is_told_and_leaves_its_reason(folder):
+    words = [
+        *ROWS,
+        "-m",
+        "precision=fp32",
+        "train.steps=4",
+        "optimizer=sgd",
+        "optimizer.lr=1e30,0.1,1e35",
+        "hydra.sweep.dir=sweep",
+    ]
+    process = mprun_command(words)
+    out, _ = process.communicate(timeout=200)
+    assert process.returncode == 1, out
+    assert out.count("mprun: error: ") == 2
+    for job in ("0", "2"):
+        error = json.loads(Path("sweep", job, "result.json").read_text())["error"]
+        assert out.count(error.partition(": ")[2].splitlines()[0]) == 1
+    assert main([*ROWS, "precision=fp32", "hydra.run.dir=sweep/1"]) == 2
+
+
+def test_a_sweep_does_not_begin_in_the_folder_of_an_old_one(folder, capsys):
+    words = [*ROWS, "-m", "precision=fp32", "train.steps=1", "hydra.sweep.dir=sweep"]
+    process = mprun_command(words)
+    process.communicate(timeout=100)
+    assert process.returncode == 0
+    before = {path: path.stat().st_mtime_ns for path in Path("sweep/0").rglob("*")}
+    process = mprun_command(words)
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "holds the checkpoints of a run already" in out
+    assert before == {path: path.stat().st_mtime_ns for path in Path("sweep/0").rglob("*")}
