@@ -156,7 +156,7 @@ def _observed(run: Any) -> list[dict[str, Any]]:
     first = next(iter(run.data.train_batches(run.state.position.epoch, 0)))
     try:
         modules = observe(run.state, first)
-    except RuntimeError as error:
+    except Exception as error:
         if text := dtype_trouble(error, run.state):
             raise PrecisionError(text) from error
         raise
@@ -254,7 +254,7 @@ def _looped(run: Any, result: dict[str, Any]) -> int:
     except Exception as error:
         if is_memory(error):
             raise memory_trouble(error, run.config, run.state.device) from error
-        if isinstance(error, RuntimeError) and (text := dtype_trouble(error, run.state)):
+        if text := dtype_trouble(error, run.state):
             raise MprunError(text) from error
         raise
     result |= {"status": end.status, "stopped": end.reason}

@@ -23,7 +23,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mprun.errors import OverrideError
 from mprun.precision.overrides import PlanEntry
@@ -49,21 +49,79 @@ def _bordered(cls: Any, kind: str, dtype: torch.dtype) -> type[nn.Module]:
     """The subclass of ``cls`` with a border of ``kind``: ``island`` (autocast), ``fp32`` or ``half``."""
 
     def island(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = cast_tensors(args, torch.float32), cast_tensors(kwargs, torch.float32)
-        with torch.autocast(_device_type(self, (args, kwargs)), enabled=False):
-            return cls.forward(self, *args, **kwargs)
+        given = (args, kwargs)
+        args, kwargs = cast_tensors(given, torch.float32)
+        with torch.autocast(_device_type(self, given), enabled=False):
+            output = cls.forward(self, *args, **kwargs)
+        _write_back(self, given, (args, kwargs))
+        return output
 
     def fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        outside = first_dtype((args, kwargs)) or dtype
-        output = cls.forward(self, *cast_tensors(args, torch.float32), **cast_tensors(kwargs, torch.float32))
+        given = (args, kwargs)
+        outside = first_dtype(given) or dtype
+        args, kwargs = cast_tensors(given, torch.float32)
+        output = cls.forward(self, *args, **kwargs)
+        _write_back(self, given, (args, kwargs))
         return cast_tensors(output, outside)
 
     def half(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return cls.forward(self, *cast_tensors(args, dtype), **cast_tensors(kwargs, dtype))
+        given = (args, kwargs)
+        args, kwargs = cast_tensors(given, dtype)
+        output = cls.forward(self, *args, **kwargs)
+        _write_back(self, given, (args, kwargs))
+        return output
 
-    forward = {"island": island, "fp32": fp32, "half": half}[kind]
-    body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "_mprun_border": kind}
-    return type(cls.__name__, (cls,), body)
+    return subclass(cls, {"island": island, "fp32": fp32, "half": half}[kind], (_bordered, cls, kind, dtype))
+
+
+def subclass(cls: Any, forward: Any, recipe: tuple[Any, ...]) -> type[nn.Module]:
+    """The subclass of ``cls`` with another ``forward``, indistinguishable otherwise.
+
+    Args:
+        cls: a module's class.
+        forward: the new method.
+        recipe: a function and its arguments that make this class again, for pickle, which finds classes by name.
+
+    Raises:
+        OverrideError: the class cannot be subclassed.
+    """
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        return _unpickled, recipe, self.__getstate__()
+
+    body = {"forward": forward, "__reduce_ex__": reduce, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    try:
+        return type(cls.__name__, (cls,), body)
+    except Exception as error:  # whatever a metaclass or __init_subclass__ raises
+        raise OverrideError(
+            f"{cls.__name__} cannot be subclassed ({type(error).__name__}: {error}), so no cast can be put around it; let its "
+            "__init_subclass__ or metaclass take a plain subclass (precision.mode=full works as it is)"
+        ) from error
+
+
+def _unpickled(make: Any, *arguments: Any) -> nn.Module:
+    made: type[nn.Module] = make(*arguments)
+    return made.__new__(made)
+
+
+def _write_back(module: nn.Module, given: Any, cast: Any) -> None:
+    """What a forward wrote into its cast inputs in place goes into the inputs themselves, as without a cast.
+
+    Compiled code cannot look; :mod:`mprun.training.observe` does, by the mark that is left here.
+    """
+    if torch.compiler.is_compiling():
+        return
+    copies: list[Tensor] = []
+    map_tensors(cast, copies.append)
+    if not any(copy._version for copy in copies):
+        return
+    originals: list[Tensor] = []
+    map_tensors(given, originals.append)
+    for original, copy in zip(originals, copies, strict=True):
+        # A fresh copy has version 0; what needed no cast is the input itself.
+        if copy is not original and copy._version and original.dtype != copy.dtype:
+            original.copy_(copy)
+            vars(module)["_mprun_writes_input"] = True
 
 
 def _device_type(module: nn.Module, args: Any) -> str:
@@ -88,7 +146,7 @@ def apply_plan(policy: PrecisionPolicy, plan: Sequence[PlanEntry], *, eval_autoc
             _cast_own(module, policy.compute_dtype, buffers=policy.mode == "pure")
     for entry in plan:
         module = entry.module
-        if entry.fp32 and not half_mode and not entry.inner:
+        if entry.fp32 and not half_mode:
             _exchange(module, "island", torch.float32)
         elif entry.fp32 and half_mode:
             _exchange(module, "fp32", torch.float32 if entry.inner else policy.compute_dtype)

@@ -9,7 +9,8 @@ A rule is
 
 A match covers the module and everything inside it. The first rule that matches is the one that *won*. After the rules of
 the config come the rules of the mode: in ``master`` mode every normalisation layer is FP32, because means and variances
-are sums that grow by small increments, and so is a module that shares a parameter with an FP32 module.
+are sums that grow by small increments, and so are parametrizations (weight and spectral norm, orthogonal matrices: norms,
+decompositions and inverses of weights), and a module that shares a parameter with an FP32 module.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from mprun.errors import OverrideError
 
@@ -45,7 +47,7 @@ class PlanEntry:
     Attributes:
         path: dotted path (the first one, if the module has several).
         module: the module itself.
-        rule: what decided: a rule of the config, ``norm``, ``tied:<path>``, or ``mode``.
+        rule: what decided: a rule of the config, ``norm``, ``parametrization``, ``tied:<path>``, or ``mode``.
         fp32: whether parameters and arithmetic are float32.
         inner: every path to the module leads through another FP32 module, which has cast its inputs already.
     """
@@ -116,8 +118,8 @@ def make_plan(model: nn.Module, rules: Sequence[str], *, mode: str) -> list[Plan
         own = next((item for item in rules if matches(item, path, module)), None)
         around = next((covered[parent] for parent in _parents(path) if parent in covered), None)
         rule: str | None = own or around
-        if rule is None and mode == "master" and is_norm(module):
-            rule = "norm"
+        if rule is None and mode == "master":
+            rule = "norm" if is_norm(module) else "parametrization" if isinstance(module, ParametrizationList) else None
         inner_at.setdefault(module, []).append(around is not None)
         if rule is not None:
             covered[path] = rule

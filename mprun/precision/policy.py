@@ -21,6 +21,7 @@ cannot do what the policy names.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -145,18 +146,25 @@ class PrecisionPolicy:
         """The model's output in ``output_dtype``; the loss is computed in float32 in any case.
 
         Raises:
-            ConfigError: the model returned something other than one tensor.
+            ConfigError: the model returned something other than one real tensor.
         """
         if not isinstance(output, Tensor):
             raise ConfigError(
                 f"the model returned a {type(output).__name__}, not a tensor: mprun needs the logits (or predictions) alone; "
                 "return them from forward, or wrap the model"
             )
+        if output.is_complex():
+            raise ConfigError(
+                f"the model returned a {str(output.dtype).removeprefix('torch.')} tensor; no loss here takes complex "
+                "numbers: return .real, .abs() or torch.view_as_real of it"
+            )
+        if type(output) is not Tensor and type(output).__torch_dispatch__ is Tensor.__torch_dispatch__:
+            output = output.as_subclass(Tensor)  # a subclass would spread over the loss into counters and checkpoints
         return output.to(self.output_dtype) if output.is_floating_point() else output
 
 
 def map_tensors(value: Any, function: Any) -> Any:
-    """``value`` with ``function`` applied to every tensor in it, through (named) tuples, lists and dicts."""
+    """``value`` with ``function`` applied to every tensor in it, through (named) tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
@@ -164,7 +172,8 @@ def map_tensors(value: Any, function: Any) -> Any:
         if type(value) is dict:
             return items
         same = copy.copy(value)  # a defaultdict, a user's own mapping: its constructor may want something else
-        same.update(items)
+        for key, item in items.items():
+            same[key] = item
         return same
     if isinstance(value, PackedSequence):
         return value._replace(data=map_tensors(value.data, function))
@@ -173,6 +182,14 @@ def map_tensors(value: Any, function: Any) -> Any:
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if isinstance(value, list):
         return [map_tensors(item, function) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        filled = copy.copy(value)
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                object.__setattr__(
+                    filled, field.name, map_tensors(getattr(value, field.name), function)
+                )  # also if frozen
+        return filled
     return value
 
 

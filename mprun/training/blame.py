@@ -84,7 +84,7 @@ def _explain(state: TrainState, window: Sequence[Batch]) -> str:
             if found := _replay(state, batch):
                 return found
     finally:
-        state.undo_buffers(buffers, torch.zeros((), dtype=torch.bool, device=state.device))
+        buffers.restore(state.model.modules())
         state.optimizer.zero_grad(set_to_none=True)
     return "a second pass over the same batch stays finite (random layers differ); no module could be named"
 
@@ -165,33 +165,57 @@ DTYPE_TROUBLE = {
         "a constant is beyond the range of {dtype}: use torch.finfo(x.dtype).min, or keep the module in FP32: "
         "precision.fp32_modules=[{path}]"
     ),
-    r"unsafe to autocast": "return logits and use binary_cross_entropy_with_logits (BCEWithLogitsLoss)",
-    # "mat1 and mat2 must have the same dtype, but got Float and Half" and its relatives
-    r"(?s)(?=.*(Half|BFloat16))(?=.*(same dtype|scalar type|should be the same|dtypes match|dtype to be equal))": (
+    r"unsafe to autocast|binary_cross_entropy of half": (
+        "return logits and use binary_cross_entropy_with_logits (BCEWithLogitsLoss)"
+    ),
+    r"maximum recursion depth": (
+        "if its forward calls super(type(self), self), write super(): the module's class gets a subclass that casts its inputs"
+    ),
+    # '"cdist" not implemented for 'Half'', 'Low precision dtypes not supported', 'must be either float or double' ...
+    r"not implemented for '(Half|BFloat16|ComplexHalf)'|[Ll]ow precision|[Uu]nsupported (dtype|ScalarType) \w*(Half|BFloat16)"
+    r"|(either|other than) float (or|and) double|float, double|Float or Double": (
+        "torch has no {dtype} kernel for it here: compute it in float32 (x.float()), or keep the module in FP32: "
+        "precision.fp32_modules=[{path}]"
+    ),
+    # 'mat1 and mat2 must have the same dtype, but got Float and Half' and its relatives, some of which name no dtype at all.
+    # A clash of other dtypes (Double and Float) is there in FP32 too, and is not ours to explain.
+    r"(?s)(?=.*(Half|BFloat16)|(?!.*(Float|Double|Long|Int|Bool|float|double|long|int\b)))"
+    r"(?=.*(same dtype|scalar type|should be the same|dtypes match|dtype to be equal|expected dtype))": (
         "give new tensors the dtype of the input (dtype=x.dtype), or keep the module in FP32: precision.fp32_modules=[{path}]"
     ),
 }
+# The same, from the backward pass of a function of the user's own.
+CUSTOM_BACKWARD = (
+    "decorate its forward with @torch.amp.custom_fwd and its backward with @torch.amp.custom_bwd (device_type=...), "
+    "or cast what they take"
+)
 
 
-def dtype_trouble(error: RuntimeError, state: TrainState) -> str | None:
+def dtype_trouble(error: Exception, state: TrainState) -> str | None:
     """What to tell instead of ``error``, if it is about a dtype: the module it came from, where, and the cure.
 
     Returns:
         Two lines; None for any other error, and in ``full`` mode, where mprun has cast nothing.
     """
     cure = next((cure for pattern, cure in DTYPE_TROUBLE.items() if re.search(pattern, str(error))), None)
-    if cure is None or state.policy.mode == "full":
+    if cure is None or state.policy.mode == "full" or not isinstance(error, RuntimeError | TypeError):
         return None
     names = {module: path for path, module in state.model.named_modules()}
-    path, where = "", type(state.model).__name__
+    subject, path = f"the model itself ({type(state.model).__name__})", ""
     trace = error.__traceback__
     while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
+        code, values = trace.tb_frame.f_code, trace.tb_frame.f_locals
+        # The first argument, which need not be called self.
+        owner = values.get(code.co_varnames[0]) if code.co_argcount else None
+        where = f"{Path(code.co_filename).name}:{trace.tb_lineno}"
         if isinstance(owner, nn.Module) and owner in names:
-            code = trace.tb_frame.f_code
-            path, where = names[owner], f"{type(owner).__name__}, {Path(code.co_filename).name}:{trace.tb_lineno}"
+            path = names[owner]
+            subject = f"{path or 'the model itself'} ({type(owner).__name__}, {where})"
+        elif isinstance(owner, torch.autograd.function.BackwardCFunction):
+            function = type(owner).__name__.removesuffix("Backward")
+            path, subject, cure = "", f"the backward of {function} ({where})", CUSTOM_BACKWARD
         trace = trace.tb_next
     return (
-        f"{path or 'the model itself'} ({where}) does not run at precision={state.policy.name}: {str(error).splitlines()[0]}\n"
+        f"{subject} does not run at precision={state.policy.name}: {str(error).strip().splitlines()[0]}\n"
         + cure.format(path=path or "'**'", dtype=str(state.policy.compute_dtype).removeprefix("torch."))
     )

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from mprun.errors import CheckpointError
 from mprun.precision.policy import map_tensors
+from mprun.training.buffers import adopt, writable
 from mprun.training.env import capture_rng, restore_rng
 from mprun.training.state import HostCounters, Position, TrainState
 
@@ -59,6 +60,7 @@ def snapshot(state: TrainState, **extra: Any) -> dict[str, Any]:
         "model": dict(state.model.state_dict()),
         "masters": dict(state.weights.by_name),
         "buffers": _unsaved_buffers(state.model),
+        "late_buffers": state.late_buffers(),
         "optimizer": optimizer_state(state),
         "optimizer_groups": [group_state(state.optimizer, group) for group in state.optimizer.param_groups],
         "scale": state.loss_scale.save(state.scale),
@@ -78,6 +80,7 @@ def restore(state: TrainState, saved: Mapping[str, Any], *, path: Path) -> None:
     """
     if not saved.keys() >= PARTS:
         raise CheckpointError(f"{path} is not a whole checkpoint: {', '.join(sorted(PARTS - saved.keys()))} missing")
+    _adopt_buffers(state, saved, path=path)
     _same_tensors(saved["model"], dict(state.model.state_dict()), what="model", path=path)
     load_weights(state, saved, path=path)
     load_optimizer_state(state, saved["optimizer"], path=path)
@@ -107,16 +110,32 @@ def load_weights(state: TrainState, saved: Mapping[str, Any], *, path: Path) -> 
             f"{path} was written with precision.mode={before[0]} ({before[1]}) and cannot go on with {now[0]} ({now[1]}): "
             "pure keeps no FP32 parameters; resume with the same precision"
         )
-    state.model.load_state_dict(saved["model"])
+    # Names and shapes were compared; what cannot be written in place is in place already.
+    fixed = {name for name, buffer in state.model.named_buffers() if not writable(buffer)}
+    state.model.load_state_dict({k: v for k, v in saved["model"].items() if k not in fixed}, strict=False)
     with torch.no_grad():
         for name, buffer in _unsaved_buffers(state.model).items():
-            if name in saved["buffers"]:
+            if name in saved["buffers"] and name not in fixed:
                 buffer.copy_(saved["buffers"][name])
     for name, parameter in state.weights:
         if name in state.weights.by_name or name in saved["masters"]:
             with torch.no_grad():
                 parameter.copy_(saved["masters"].get(name, saved["model"][name]))
     state.weights.write_back()
+
+
+def _adopt_buffers(state: TrainState, saved: Mapping[str, Any], *, path: Path) -> None:
+    """Give the model the buffers that it got, changed or lost during training, and those that cannot be written in place."""
+    kept = {**saved["model"], **saved["buffers"]}
+    names = set(saved.get("late_buffers", ()))
+    for name, buffer in state.model.named_buffers():
+        if name in kept and not writable(buffer):
+            same = buffer.layout == torch.strided and torch.equal(buffer, kept[name].to(buffer.device))
+            names |= set() if same else {name}
+    for name in names:
+        persistent = name in saved["model"]
+        if not adopt(state.model, name, kept.get(name), persistent=persistent, device=state.device):
+            raise CheckpointError(f"{path} is of another model: there is no place for its buffer {name}")
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -266,7 +285,7 @@ def load_init(model: nn.Module, path: Path) -> None:
         content = load(path, own=False)
         weights = {**content["model"], **content.get("masters", {})} if "format" in content else content
         weights = next((weights[key] for key in ("state_dict", "model") if isinstance(weights.get(key), dict)), weights)
-    if not all(isinstance(value, Tensor) for value in weights.values()):
+    if not all(isinstance(value, Tensor) or name.endswith("_extra_state") for name, value in weights.items()):
         raise CheckpointError(f"model.init={path} holds no state dict (names with tensors)")
     _same_tensors(weights, dict(model.state_dict()), what="model", path=path)
     model.load_state_dict(weights)
@@ -303,6 +322,8 @@ def _same_tensors(saved: Mapping[str, Tensor], own: Mapping[str, Tensor], *, wha
         ]
         raise CheckpointError(f"{path} is of another {what}: {' and '.join(parts)}")
     for name, tensor in own.items():
+        if not isinstance(tensor, Tensor) or not isinstance(saved[name], Tensor):
+            continue  # what get_extra_state gave
         if tuple(saved[name].shape) != tuple(tensor.shape):
             raise CheckpointError(
                 f"{path} is of another {what}: {name} has shape {tuple(saved[name].shape)}, here {tuple(tensor.shape)}"

@@ -34,7 +34,7 @@ class Ema:
             decay = torch.minimum(decay, (1 + n) / (10 + n))
         weight = (1 - decay).float()
         held = (~applied).float()
-        pairs = [(self.shadow[name], tensor) for name, tensor in named]
+        pairs = self._pairs(named)
         for shadow, tensor in pairs:
             if not shadow.is_floating_point():
                 torch.where(applied, tensor, shadow, out=shadow)
@@ -49,29 +49,53 @@ class Ema:
             )  # fmt: skip
         self.updates += applied
 
+    def _pairs(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Shadow and truth of each tensor; a buffer that is new, or has another shape or dtype now, is taken over as it is.
+
+        It has that form because a window was applied: otherwise the old one would have come back before.
+        """
+        truths = dict(named)
+        for name, tensor in truths.items():
+            fresh = _fp32(tensor)
+            old = self.shadow.get(name)
+            if old is None or (old.shape, old.dtype) != (fresh.shape, fresh.dtype):
+                self.shadow[name] = fresh.detach().clone()
+        for name in self.shadow.keys() - truths.keys():
+            del self.shadow[name]
+        return [(self.shadow[name], tensor) for name, tensor in truths.items()]
+
     @contextmanager
     def swapped_in(self, model: nn.Module) -> Iterator[None]:
         """Evaluate with the shadow: the model's own values come back at the end, bit for bit, also after an error."""
-        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        tensors = _tensors(model)
         saved = {name: tensors[name].detach().clone() for name in self.shadow}
         try:
             _copy(tensors, self.shadow)
             yield
         finally:
-            _copy(tensors, saved)
+            _copy(_tensors(model), saved)  # the same ones, unless the forward pass assigned new buffers
 
     def state_dict(self) -> dict[str, Tensor | dict[str, Tensor]]:
         """Shadow and counter, as they are."""
         return {"shadow": self.shadow, "updates": self.updates}
 
     def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
-        """Take over what :meth:`state_dict` gave. Shapes are checked by the copy."""
+        """Take over what :meth:`state_dict` gave; the model's own names and shapes were checked before."""
+        for name, tensor in saved["shadow"].items():
+            if name not in self.shadow or self.shadow[name].shape != tensor.shape:
+                self.shadow[name] = tensor.to(self.updates.device, copy=True)
+        for name in self.shadow.keys() - saved["shadow"].keys():
+            del self.shadow[name]
         _copy(self.shadow, saved["shadow"])
         self.updates.copy_(saved["updates"])  # type: ignore[arg-type]
 
 
 def _fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict([*model.named_parameters(), *model.named_buffers()])
 
 
 def _laid_out_as(shadow: Tensor, tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mprun.data.base import Batch
 from mprun.errors import OverrideError, PrecisionError
 from mprun.precision.policy import map_tensors
+from mprun.training.arrival import refuse_eval_mode
 from mprun.training.env import capture_rng, restore_rng
 from mprun.training.state import TrainState
 from mprun.training.targets import batch_norm_explained
@@ -61,6 +62,7 @@ def observe(state: TrainState, batch: Batch) -> list[dict[str, Any]]:
         FP32 rule that won). ``compute_dtype`` is the dtype of the module's own matrix products if it has any, otherwise of
         its first operation; null for a module that computes nothing itself. Buffers and RNG are left as they were.
     """
+    refuse_eval_mode(state.model)
     watch, outputs = _Watch(), {}
     handles = []
     for name, module in state.model.named_modules():
@@ -122,10 +124,11 @@ def _note_written(state: TrainState, before: dict[str, tuple[int, int, Tensor]])
             p.copy_(value)
             written.add((module, attribute))
             if name in state.weights.by_name:
+                why = "; it has max_norm" if getattr(module, "max_norm", None) is not None else ""
                 raise PrecisionError(
-                    f"parameter {name} ({type(module).__name__}) is written to by the forward pass"
-                    f"{' (max_norm)' if getattr(module, 'max_norm', None) is not None else ''}: at precision={state.policy.name} its "
-                    f"FP32 master would not follow; keep it in FP32: precision.fp32_modules=[{path or chr(39) + '**' + chr(39)}]"
+                    f"parameter {name} is written to by the forward pass ({type(module).__name__}{why}), and at "
+                    f"precision={state.policy.name} its FP32 master would not follow: keep it in FP32, "
+                    f"""precision.fp32_modules=[{path or "'**'"}]"""
                 )
     state.written = frozenset(written)
 
@@ -139,7 +142,9 @@ def check_plan(state: TrainState, rows: Sequence[dict[str, Any]]) -> None:
     for entry, row in zip(state.plan, rows, strict=True):
         seen = row["compute_dtype"]
         wanted = "float32" if entry.fp32 else _short(state.policy.compute_dtype)
-        products = isinstance(entry.module, PRODUCT_MODULES)
+        # Autocast promotes a bilinear form to the widest of its inputs; what it does to every other product is known.
+        promoted = isinstance(entry.module, nn.Bilinear) and state.policy.mode == "autocast"
+        products = isinstance(entry.module, PRODUCT_MODULES) and not promoted
         if (
             row["output_dtype"] is None
             and entry.rule in state.policy.fp32_modules

@@ -18,11 +18,12 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mprun.errors import ConfigError
+from mprun.precision.casting import subclass
+from mprun.training.buffers import Snapshot
 
 
 def apply_checkpointing(model: nn.Module) -> list[str]:
@@ -74,30 +75,23 @@ def _recomputed(cls: Any) -> type[nn.Module]:
             return checkpoint(cls.forward, self, *args, use_reentrant=False, **kwargs)
         return checkpoint(cls.forward, self, *args, use_reentrant=False, context_fn=partial(_contexts, self), **kwargs)
 
-    body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls,), body)
+    return subclass(cls, forward, (_recomputed, cls))
 
 
 def _contexts(module: nn.Module) -> tuple[Any, Any]:
     """For the first pass and the recompute. Called before the first pass, so it sees the buffers as that pass will."""
-    return nullcontext(), _with_buffers(module, [buffer.detach().clone() for buffer in module.buffers()])
+    return nullcontext(), _with_buffers(module, Snapshot.take(module.modules()))
 
 
 @contextmanager
-def _with_buffers(module: nn.Module, earlier: list[Tensor]) -> Iterator[None]:
-    """Give ``module`` the buffers it had in the first pass, and put the present ones back at the end."""
-    buffers = tuple(module.buffers())
-    present = [buffer.detach().clone() for buffer in buffers]
-    _put(buffers, earlier)
+def _with_buffers(module: nn.Module, earlier: Snapshot) -> Iterator[None]:
+    """Give ``module`` the buffers it had in the first pass, and put the present ones back at the end.
+
+    The recomputed graph has saved these buffers; putting values back does not look to it like a modification.
+    """
+    present = Snapshot.take(module.modules())
+    earlier.restore(module.modules())
     try:
         yield
     finally:
-        _put(buffers, present)
-
-
-@torch.no_grad()
-def _put(buffers: tuple[Tensor, ...], values: list[Tensor]) -> None:
-    # The recomputed graph has saved these buffers; this must not look to it like a modification.
-    with _unsafe_preserve_version_counter(buffers):
-        for buffer, value in zip(buffers, values, strict=True):
-            buffer.copy_(value)
+        present.restore(module.modules())

@@ -1,0 +1,198 @@
+"""What a forward pass moves in a model, and how it is put back.
+
+A window that is not applied, an evaluation, an observation and a second pass for activation checkpointing must leave the
+model as it was. What a forward pass can move are buffers (and, in a few modules, parameters and extra state). It may
+
+* write into a buffer: the old values are put back into the same tensor;
+* assign another tensor of the same form: the old values come back in a new tensor, as the assigned one may be anybody's;
+* change a buffer's shape or dtype, fill one that was None, register one, remove one: the old tensor comes back.
+
+For the first two the flag that decides may stay on the device. For the third it decides what the model looks like, so the
+host reads it, and waits; models that do this once (a cache that is filled) wait once.
+
+A buffer whose elements share memory (an expanded tensor) or that is sparse cannot be written in place, so the tensor itself
+is remembered, without a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+# Shape, dtype and device of a buffer; None for one that is registered as None.
+Form = tuple[torch.Size, torch.dtype, torch.device] | None
+Copies = Callable[[nn.Module, str], bool]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One tensor as it was: the object, its version, and a copy of its values (None: not copied)."""
+
+    tensor: Tensor | None
+    version: int
+    value: Tensor | None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The buffers of a model at one moment, module by module.
+
+    Attributes:
+        buffers: per module its buffers by name, None ones too.
+        transient: per module the names that its state dict leaves out.
+        written: parameters that the forward pass writes to.
+        extra: what ``get_extra_state`` gave, copied, of the modules that have it.
+    """
+
+    buffers: dict[nn.Module, dict[str, Kept]]
+    transient: dict[nn.Module, set[str]]
+    written: dict[tuple[nn.Module, str], Kept]
+    extra: dict[nn.Module, Any]
+
+    @classmethod
+    def take(
+        cls,
+        modules: Iterable[nn.Module],
+        *,
+        written: Collection[tuple[nn.Module, str]] = (),
+        copies: Copies = lambda module, name: True,
+    ) -> Snapshot:
+        """The buffers of ``modules``, and the parameters ``written`` (module, name); values where ``copies`` says so."""
+        modules = list(modules)
+        return cls(
+            {m: {name: _keep(t, copies(m, name)) for name, t in m._buffers.items()} for m in modules if m._buffers},
+            {m: set(m._non_persistent_buffers_set) for m in modules if m._non_persistent_buffers_set},
+            {(m, name): _keep(m._parameters[name], copies(m, name)) for m, name in written},
+            {m: copy.deepcopy(m.get_extra_state()) for m in modules if has_extra_state(m)},
+        )
+
+    def changed(self) -> set[tuple[nn.Module, str]]:
+        """Buffers and watched parameters whose tensor was written to since, in place."""
+        return {key for key, kept in self._tensors() if kept.tensor is not None and kept.tensor._version > kept.version}
+
+    @torch.no_grad()
+    def restore(self, modules: Iterable[nn.Module]) -> None:
+        """Put everything back: the same tensors with the same values. To autograd this is no modification."""
+        for module in modules:
+            before = self.buffers.get(module, {})
+            _match_names(module, before, self.transient.get(module, set()))
+            for name, kept in before.items():
+                module._buffers[name] = _as_before(kept)
+        for (module, name), kept in self.written.items():
+            _as_before(kept, into=module._parameters[name])
+        for module, extra in self.extra.items():
+            module.set_extra_state(copy.deepcopy(extra))
+
+    @torch.no_grad()
+    def keep_if(self, applied: Tensor, modules: Iterable[nn.Module]) -> None:
+        """Leave what happened if ``applied`` (0-D bool on the device) is true, otherwise put everything back.
+
+        The host reads the flag only where a buffer has another form now, or a module has extra state.
+        """
+        for module in modules:
+            before, now = self.buffers.get(module, {}), module._buffers
+            if now.keys() == before.keys() and all(_same_form(now[name], kept) for name, kept in before.items()):
+                for name, kept in before.items():
+                    new = now[name]
+                    if kept.value is None or new is None:
+                        continue
+                    if new is kept.tensor:
+                        torch.where(applied, new, kept.value, out=new)
+                    else:
+                        now[name] = torch.where(applied, new.detach(), kept.value)
+            elif not applied:
+                self.restore([module])
+        for (module, name), kept in self.written.items():
+            parameter, value = module._parameters[name], kept.value
+            if parameter is not None and value is not None:
+                torch.where(applied, parameter, value, out=parameter)
+        if self.extra and not applied:
+            for module, extra in self.extra.items():
+                module.set_extra_state(copy.deepcopy(extra))
+
+    def _tensors(self) -> Iterator[tuple[tuple[nn.Module, str], Kept]]:
+        for module, kept_by_name in self.buffers.items():
+            yield from (((module, name), kept) for name, kept in kept_by_name.items())
+        yield from self.written.items()
+
+
+def writable(tensor: Tensor) -> bool:
+    """Whether a tensor can be written in place: it is strided, and no two of its elements share memory by expansion."""
+    if tensor.layout != torch.strided:
+        return False
+    return all(stride or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """Whether ``module`` saves more than tensors by ``get_extra_state``."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def forms(model: nn.Module) -> dict[str, Form]:
+    """Shape, dtype and device of every buffer of ``model`` by dotted name; None for those that are registered as None."""
+    return {
+        f"{path}.{name}".lstrip("."): None if buffer is None else (buffer.shape, buffer.dtype, buffer.device)
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+    }
+
+
+def adopt(model: nn.Module, name: str, value: Tensor | None, *, persistent: bool, device: torch.device) -> bool:
+    """Give ``model`` the buffer ``name`` in the form of ``value`` (None: it is gone). Returns whether there is a place for it."""
+    path, _, attribute = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return False
+    if value is None:
+        module._buffers.pop(attribute, None)
+    elif attribute in module._buffers:
+        module._buffers[attribute] = value.detach().clone().to(device)
+    elif hasattr(module, attribute):
+        return False
+    else:
+        module.register_buffer(attribute, value.detach().clone().to(device), persistent=persistent)
+    return True
+
+
+def _keep(tensor: Tensor | None, copied: bool) -> Kept:
+    if tensor is None:
+        return Kept(None, 0, None)
+    value = tensor.detach().clone() if copied and writable(tensor) else None
+    return Kept(tensor, tensor._version, value)
+
+
+def _same_form(now: Tensor | None, kept: Kept) -> bool:
+    """Whether the host need not know: the same tensor, or one of the same form of which there is a copy."""
+    if now is None or kept.tensor is None:
+        return now is kept.tensor
+    if kept.value is None:
+        return now is kept.tensor
+    old = kept.value
+    return now.layout == old.layout and (now.shape, now.dtype, now.device) == (old.shape, old.dtype, old.device)
+
+
+def _as_before(kept: Kept, into: Tensor | None = None) -> Tensor | None:
+    """The tensor that was there, with its values of then."""
+    tensor = kept.tensor if into is None else into
+    if tensor is None or kept.value is None:
+        return tensor
+    if (tensor.shape, tensor.dtype, tensor.device) != (kept.value.shape, kept.value.dtype, kept.value.device):
+        return kept.value.clone()  # it was resized, or given other data
+    with _unsafe_preserve_version_counter(tensor):
+        tensor.copy_(kept.value)
+    return tensor
+
+
+def _match_names(module: nn.Module, before: dict[str, Kept], transient: set[str]) -> None:
+    """Remove buffers that were registered since; what was removed comes back under its name and persistence."""
+    for name in [name for name in module._buffers if name not in before]:
+        del module._buffers[name]
+        module._non_persistent_buffers_set.discard(name)
+    module._non_persistent_buffers_set |= transient & before.keys()
