@@ -27,7 +27,7 @@ from mprun.data import check_dataset
 from mprun.errors import ConfigError
 from mprun.models.catalog import check_model
 from mprun.options import GROUPS, options, read_recipe, recipe_of, tree
-from mprun.resume import Resume, find
+from mprun.resume import Resume, find, idle_words
 from mprun.runs import slug
 from mprun.training.optim_catalog import check_optimizer
 
@@ -139,6 +139,8 @@ def compose_run(overrides: Sequence[str]) -> tuple[Composed, Resume | None]:
     """
     resume = find(overrides)
     composed = compose(resume.words if resume else overrides)
+    if resume is None and (idle := idle_words(overrides, to_plain(composed.config))):
+        raise ConfigError("\n".join(idle))
     if resume is not None:
         composed.config.resume = str(resume.checkpoint)
         if (saved := resume.saved_config()) is not None:

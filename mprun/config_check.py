@@ -8,6 +8,7 @@ problem in one error, before anything is built or created.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -112,7 +113,13 @@ def to_config(composed: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0] + f" (key {error.full_key})") from error
     assert isinstance(config, Config), "the schema is structured"
-    problems = [*_range_problems(config), *_scale_problems(config), *_policy_problems(config), *_other_problems(config)]
+    problems = [
+        *_range_problems(config),
+        *_scale_problems(config),
+        *_policy_problems(config),
+        *_rule_problems(config),
+        *_other_problems(config),
+    ]
     problems += [*expect_problems(config.expect), *meta_problems(config.meta)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -199,6 +206,19 @@ def _policy_problems(config: Config) -> Iterable[str]:
             f"precision.eval_dtype={p.eval_dtype.value} with mode={p.mode.value}: the parameters are {p.param_dtype.value}, and "
             "evaluation never casts live weights; leave it null, or train in mode autocast"
         )
+
+
+def _rule_problems(config: Config) -> Iterable[str]:
+    """What is wrong with an FP32 rule whatever the model is; whether it matches is seen when there is one."""
+    for rule in config.precision.fp32_modules:
+        kind, colon, pattern = rule.partition(":")
+        if not rule.strip() or (colon and not pattern.strip()):
+            yield f"precision.fp32_modules: {rule!r} names nothing; write a glob (head, blocks.*.norm1), class:Name or re:..."
+        elif colon and kind == "re":
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield f"precision.fp32_modules: {rule!r} is not a regular expression: {error}"
 
 
 def _other_problems(config: Config) -> Iterable[str]:

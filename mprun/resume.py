@@ -182,6 +182,16 @@ def idle_reason(key: str, config: Mapping[str, Any]) -> str:
     return "" if fits(value) else f"{key} does nothing while {other} is {_shown(value)}: it needs {other} {wanted}"
 
 
+def idle_words(words: Sequence[str], now: Mapping[str, Any]) -> list[str]:
+    """Why words of a command line would do nothing in the plain configuration ``now``; empty if all of them do something.
+
+    A recipe or an option may set what another option makes idle, so that any ``precision=`` can follow any recipe; a word
+    that somebody has typed must not be ignored. (``train.epochs`` beside ``train.steps`` is: steps win.)
+    """
+    keys = {_key(word) for word in words} - {"train.epochs"}
+    return [reason for key in sorted(keys) if (reason := idle_reason(key, now))]
+
+
 def refuse_fixed(changed: Mapping[str, tuple[Any, Any]], saved: Mapping[str, Any], checkpoint: Path) -> None:
     """Refuse changes under which the saved state would not be this run's state, or which could not come into force.
 

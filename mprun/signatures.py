@@ -86,7 +86,11 @@ def check_kwargs(target: str, given: Mapping[str, Any], *, key: str, reserved: C
     Raises:
         ConfigError: names the wrong keyword, the nearest right one, and all right ones.
     """
-    signature = legal_kwargs(target)
+    try:
+        signature = legal_kwargs(target)
+    except ConfigError as error:
+        named = f"{key.rpartition('.')[0]}.name={target}"
+        raise ConfigError(f"{named}: {str(error).removeprefix(f'{target}: ')}") from error
     legal = [name for name in signature.names if name not in reserved]
     for name in given:
         if name in reserved:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from mprun.config import Config
 from mprun.data import build_data
 from mprun.data.base import Data
-from mprun.errors import ConfigError
+from mprun.errors import CheckpointError, ConfigError
 from mprun.models.build import build_model
 from mprun.precision.cpu_autocast import cuda_operation_list
 from mprun.precision.cpu_half import cpu_half_kernels, resolve
@@ -103,7 +104,7 @@ def build(config: Config, device: torch.device, *, resuming: bool = False) -> tu
     data = build_data(config, device=device)
     model = build_model(config.model, data.spec, trust=config.trust)
     if config.model.init is not None and not resuming:  # a checkpoint holds what became of it
-        load_init(model, Path(config.model.init))
+        _start_from(model, config.model.init)
     plan = make_plan(config, data.batches_per_epoch)
     if plan.steps < 1:
         raise ConfigError(
@@ -114,3 +115,13 @@ def build(config: Config, device: torch.device, *, resuming: bool = False) -> tu
     state = build_state(config, model, schedule, device)
     state.num_classes = data.spec.num_classes
     return state, data, plan
+
+
+def _start_from(model: nn.Module, path: str) -> None:
+    """Load ``model.init``; an error about the file names the key that asked for it."""
+    try:
+        load_init(model, Path(path))
+    except CheckpointError as error:
+        if "model.init" in str(error):
+            raise
+        raise CheckpointError(f"model.init={path}: {str(error).removeprefix(f'{path}: ')}") from error
