@@ -149,11 +149,14 @@ def rounded(value: Any, *, up: bool = False) -> Any:
 def where(runs: Sequence[SeedRun]) -> dict[str, Any]:
     """Commit, device, versions and seeds of a measurement, as the runs themselves recorded them."""
     env, here = about_run(runs[0].run_dir), about()
-    on_gpu = env["device"]["type"] == "cuda"
+    on_gpu, host = env["device"]["type"] == "cuda", env["host"]
+    cores = str(host["cpu_count"])
+    if host["torch_threads"] != host["cpu_count"]:
+        cores = f"{host['torch_threads']} of {cores}"
     versions = {**env["versions"], "timm": env["versions"].get("timm")}
     return {
         "commit": here["commit"] + ("+" if here["dirty"] else ""),
-        "device": env["device"]["name"] if on_gpu else f"{env['host']['cpu']}, {env['host']['cpu_count']} cores",
+        "device": env["device"]["name"] if on_gpu else f"{host['cpu']}, {cores} cores",
         "versions": {name: versions[name] for name in VERSIONS if versions.get(name)},
         "seeds": [done.seed for done in runs],
     }
