@@ -9,9 +9,9 @@
 The lines (metric and op) are those that the recipe has; with ``--expect``, or where it has none, those given, by default
 ``val/top1 >=`` and ``steps_skipped <=``. A line gets
 
-* ``value``      the median over the seeds; the largest for ``steps_skipped``; the common word for ``status``
+* ``value``      the median over the seeds; the largest for ``steps_skipped <=``; the common word for ``status``
 * ``tolerance``  the seeds' spread (largest minus smallest), or the least that luck is granted, whichever is more: 0.01 for a
-                 share such as ``val/top1``, 1 for a count, 2 % of the value for anything else; ``--tolerance X`` sets the least
+                 share such as ``val/top1``, 1 for a count (0 with ``==``), 2 % of anything else; ``--tolerance X`` sets it
 * ``measured``   the values, seed by seed; on the first line also commit, device, versions and seeds
 
 It goes between the markers ``# <measured>`` and ``# </measured>`` of the recipe, or to its end. Seeds: ``--seeds``, else
@@ -119,18 +119,20 @@ def fill(
                 raise SystemExit(f"measure_recipe: {line['metric']} differs between seeds: {values}")
             new: dict[str, Any] = {"value": values[0]}
         else:
-            new = of_numbers(line["metric"], [float(value) for value in values if value is not None], least)
+            numbers = [float(value) for value in values if value is not None]
+            new = of_numbers(line["metric"], line["op"], numbers, least)
         kept = {key: line[key] for key in ("value", "tolerance") if keep and key in line}
         filled.append({**line, **new, **kept, "measured": {"values": [rounded(value) for value in values]}})
     return filled
 
 
-def of_numbers(metric: str, values: Sequence[float], least: float | None) -> dict[str, Any]:
+def of_numbers(metric: str, op: str, values: Sequence[float], least: float | None) -> dict[str, Any]:
     """Value and tolerance of a metric that is a number; see the module's docstring."""
     spread = max(values) - min(values)
     if metric in COUNTS:
-        value = max(values) if metric == "steps_skipped" else statistics.median(values)
-        return {"value": int(value), "tolerance": int(max(spread, 1 if least is None else least))}
+        floor = 0.0 if op == "==" else 1.0
+        value = max(values) if metric == "steps_skipped" and op == "<=" else statistics.median(values)
+        return {"value": int(value), "tolerance": int(max(spread, floor if least is None else least))}
     median = statistics.median(values)
     floor = 0.01 if metric.endswith("/top1") else 0.02 * abs(median)
     return {"value": rounded(median), "tolerance": rounded(max(spread, floor if least is None else least), up=True)}
