@@ -39,10 +39,13 @@ OF_THE_START = ("resume", "command", "trust")
 
 # Keys that do something only beside certain values of another key, which is named with what it must be.
 NEEDS: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
-    "precision.loss_scale.init": ("precision.loss_scale.kind", "static or dynamic", lambda kind: kind != "none"),
+    **{
+        f"precision.loss_scale.{key}": ("precision.loss_scale.kind", "static or dynamic", lambda kind: kind != "none")
+        for key in ("init", "min", "max")  # the limits hold for a static scale's init, too
+    },
     **{
         f"precision.loss_scale.{key}": ("precision.loss_scale.kind", "dynamic", lambda kind: kind == "dynamic")
-        for key in ("growth_factor", "backoff_factor", "growth_interval", "min", "max", "hysteresis", "on_overflow")
+        for key in ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "on_overflow")
     },
     "schedule.warmup_frac": ("schedule.warmup_steps", "null", lambda steps: steps is None),
     "schedule.final": ("schedule.name", "other than constant", lambda name: name != "constant"),
