@@ -175,9 +175,9 @@ def _recorded(
 ) -> int:
     """Write the folder, run the loop between ``start`` and ``finish`` of the sinks, and write ``result.json``."""
     from mprun.tracking import build_sinks, finish_sinks
-    from mprun.training.record import numbers, status_of, write_result
+    from mprun.training.record import how_it_ended, numbers, write_result
 
-    result: dict[str, Any] = {"status": "failed", "error": None}
+    result: dict[str, Any] = {"status": "failed", "exit_code": 1, "error": None}
     error: BaseException | None = None
     code = 1
     try:
@@ -185,13 +185,13 @@ def _recorded(
         for sink in build_sinks(run.config):
             run.sinks = [*run.sinks, sink]
             sink.start(_info(run, resumed=resume is not None))
-        code = _looped(run, result)
+        result["exit_code"] = code = _looped(run, result)
     except BaseException as caught:
         error = caught
     result |= numbers(run, started)
     error = error or _unsaved(run, result)
     if error is not None:
-        result |= {"status": status_of(error), "error": f"{type(error).__name__}: {error}"}
+        result |= how_it_ended(error)
     try:
         finish_sinks(run.sinks, result)
     except Exception as caught:

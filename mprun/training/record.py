@@ -115,6 +115,22 @@ def status_of(error: BaseException) -> str:
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
 
 
+def how_it_ended(error: BaseException) -> dict[str, Any]:
+    """``status``, ``exit_code`` and ``error`` of a run that ends with ``error``."""
+    return {
+        "status": status_of(error),
+        "exit_code": exit_code_of(error),
+        "error": f"{type(error).__name__}: {error}",
+    }
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit status of a process that ends with ``error``."""
+    if isinstance(error, MprunError):
+        return error.exit_code
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
 def is_memory(error: BaseException) -> bool:
     """Whether ``error`` says that memory is not enough: the device's, or the processor's."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -188,9 +204,7 @@ def failed_before_the_start(folder: Path, error: BaseException) -> None:
     """
     if isinstance(error, MprunError) and error.exit_code == 2:
         return
-    write_result(
-        folder, {**_earlier(folder), "status": status_of(error), "error": f"{type(error).__name__}: {error}"}, error
-    )
+    write_result(folder, {**_earlier(folder), **how_it_ended(error)}, error)
 
 
 def _earlier(folder: Path) -> dict[str, Any]:
