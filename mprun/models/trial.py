@@ -9,6 +9,7 @@ torch's ``meta`` device, without memory or arithmetic), so that what the error a
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -44,10 +45,11 @@ def fitting_model(make: Make, shape: tuple[int, ...], *, name: str, kwargs: dict
             one was found.
     """
     try:
-        model = make(shape, {})
-        run_once(model, shape)
-        return model
-    except (ConfigError, *BAD_VALUE) as error:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            model = make(shape, {})
+            run_once(model, shape)
+    except (ConfigError, *BAD_VALUE) as error:  # what was told on the way to it is not worth a second message
         advice = _what_works(make, shape, patches=() if "patch_size" in kwargs else PATCHES)
         if isinstance(error, ConfigError):
             if not advice:  # the arguments are to blame, and the message says so
@@ -60,6 +62,9 @@ def fitting_model(make: Make, shape: tuple[int, ...], *, name: str, kwargs: dict
             f"model.name={name} cannot take images of {height} x {width} pixels: {reason.strip().splitlines()[0].rstrip('.')}; "
             + (advice or "no size up to 512 x 512 was found that it takes")
         ) from error
+    for warning in told:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return model
 
 
 def run_once(model: nn.Module, shape: tuple[int, ...]) -> None:
@@ -70,8 +75,9 @@ def run_once(model: nn.Module, shape: tuple[int, ...]) -> None:
     """
     _refuse_cropping(model, shape)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        output = model.eval()(torch.zeros(1, *shape))
-    model.train()
+        model.eval()
+        output = model(torch.zeros(1, *shape))
+        model.train()
     if not isinstance(output, torch.Tensor):
         raise ValueError(f"its output is a {type(output).__name__}, not one tensor of logits")
 
@@ -106,7 +112,8 @@ def _what_works(make: Make, shape: tuple[int, ...], *, patches: tuple[int, ...])
 
 def _works(make: Make, shape: tuple[int, ...], extra: dict[str, Any]) -> bool:
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             run_once(make(shape, extra), shape)
     except (ConfigError, *BAD_VALUE):
         return False
