@@ -248,6 +248,20 @@ class TrackingConfig:
     tags: list[str] = field(default_factory=list)
 
 
+# What follows a job that fails: the others run all the same, or no further one begins.
+OnError = Enum("OnError", {"continue": "continue", "stop": "stop"})
+
+
+@dataclass
+class SweepConfig:
+    """``sweep.*``: of a sweep (``-m``) as a whole. Its runs do not differ by these keys, and a run alone has no use for them."""
+
+    name: str | None = None
+    jobs: int = 1
+    on_error: OnError = OnError["continue"]
+    new: bool = False
+
+
 @dataclass
 class NumericsConfig:
     """``numerics.*``: how numbers are computed where a device leaves a choice."""
@@ -274,5 +288,6 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     meta: dict[str, Any] = field(default_factory=dict)
     expect: list[Any] = field(default_factory=list)

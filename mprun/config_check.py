@@ -95,6 +95,7 @@ RANGES: dict[str, Rule] = {
     "train.checkpoint_every": _at_least(1),
     "train.keep": _at_least(0),
     "train.early_stop.patience": _at_least(1),
+    "sweep.jobs": ("a number of jobs at once, from 1 to 1024", lambda v: 1 <= v <= 1024),
 }
 
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from mprun.errors import ConfigError, RecipeError, nearest
 from mprun.runs import slug
 
-GROUPS = ("model", "dataset", "precision", "optimizer", "schedule", "train", "tracking", "recipe")
+GROUPS = ("model", "dataset", "precision", "optimizer", "schedule", "train", "tracking", "sweep", "recipe")
 # What a recipe may not set: it would act on the machine or on other runs, not on the experiment.
 COMMAND_LINE_ONLY = ("trust", "resume", "command", "hydra")
 

@@ -35,7 +35,7 @@ FIXED = (
 )  # fmt: skip
 
 # Of the command line itself, not of the run: what they say at this start holds for this start.
-OF_THE_START = ("resume", "command", "trust")
+OF_THE_START = ("resume", "command", "trust", "sweep")
 
 # Keys that do something only beside certain values of another key, which is named with what it must be.
 NEEDS: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
@@ -157,7 +157,7 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], path: str = "") ->
         full, old, new = f"{path}{key}", saved.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             found |= changes(old, new, f"{full}.")
-        elif old != new and full not in OF_THE_START:
+        elif old != new and kind_of(full) != "start":
             found[full] = (old, new)
     return found
 
@@ -169,7 +169,7 @@ def lines_of(changed: Mapping[str, tuple[Any, Any]]) -> list[str]:
 
 def kind_of(key: str) -> str:
     """What becomes of a change of ``key`` at resume: ``fixed``, ``conditional``, ``start`` or ``in force``."""
-    if key in OF_THE_START:
+    if key.partition(".")[0] in OF_THE_START:
         return "start"
     if any(key == item or key.startswith(f"{item}.") for item in FIXED):
         return "fixed"
