@@ -8,7 +8,6 @@ is called.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -19,23 +18,11 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 
-@dataclass
-class ProcessLauncherConf:
-    """``hydra/launcher=process``; how many at once, and what follows a failure, is said by ``sweep.*``."""
-
-    _target_: str = "hydra_plugins.mprun_sweeps.ProcessLauncher"
-
-
-@dataclass
-class GridSweeperConf:
-    """``hydra/sweeper=grid``; ``params`` are swept keys beside those of the command line."""
-
-    _target_: str = "hydra_plugins.mprun_sweeps.GridSweeper"
-    params: dict[str, str] = field(default_factory=dict)
-
-
-ConfigStore.instance().store(group="hydra/launcher", name="process", node=ProcessLauncherConf, provider="mprun")
-ConfigStore.instance().store(group="hydra/sweeper", name="grid", node=GridSweeperConf, provider="mprun")
+# Plain mappings: a dataclass would look for its module in sys.modules, where Hydra puts a plugin only after it was run.
+LAUNCHER = {"_target_": "hydra_plugins.mprun_sweeps.ProcessLauncher"}
+SWEEPER = {"_target_": "hydra_plugins.mprun_sweeps.GridSweeper", "params": {}}
+ConfigStore.instance().store(group="hydra/launcher", name="process", node=LAUNCHER, provider="mprun")
+ConfigStore.instance().store(group="hydra/sweeper", name="grid", node=SWEEPER, provider="mprun")
 
 
 class ProcessLauncher(Launcher):
