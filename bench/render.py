@@ -47,7 +47,9 @@ def blocks() -> dict[tuple[str, str], Callable[[], str]]:
         ("docs/numerics.md", "operations"): markdown_operations,
         ("docs/numerics.md", "kernels"): markdown_kernels,
         ("docs/semantics.md", "fixed"): markdown_fixed,
+        ("docs/lesson.md", "lessons"): markdown_lessons,
         ("recipes/digits/vit_fp16.yaml", "measured"): lambda: yaml_expect("vit/fp16_dynamic"),
+        ("recipes/digits/vit_bf16.yaml", "measured"): lambda: yaml_expect("vit/bf16"),
         ("recipes/digits/resnet_fp16.yaml", "measured"): lambda: yaml_expect("resnet/fp16_dynamic"),
     }
 
@@ -123,6 +125,26 @@ def markdown_picture() -> str:
         f"is searched for; nothing else moves meanwhile. The other {picture['steps_applied']} are applied.\n\n"
         f"```sh\n{command}\n```"
     )
+
+
+def markdown_lessons() -> str:
+    """One row for each recipe below ``recipes/lessons/``: what it shows, and the first thing that was measured of it."""
+    import yaml
+
+    rows = [("recipe", "shows", "measured, one value a seed")]
+    for path in sorted((ROOT / "recipes" / "lessons").glob("*.yaml")):
+        text = path.read_text(encoding="utf-8")
+        title = next(
+            line.lstrip("# ") for line in text.splitlines() if line.startswith("# ") and "@package" not in line
+        )
+        found = [
+            f"`{line['metric']}` {', '.join(str(value) for value in line['measured']['values'])}"
+            for line in yaml.safe_load(text)["expect"]
+            if line.get("measured") and line["metric"] != "steps_applied"
+        ]
+        rows.append((f"`lessons/{path.stem}`", title.rstrip("."), "<br>".join(found) or "not measured yet"))
+    head, *body = ("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join([head, "| --- | --- | --- |", *body])
 
 
 def markdown_speed() -> str:
