@@ -109,6 +109,14 @@ class TrackingMode(Enum):
     disabled = "disabled"
 
 
+class CheckpointArtifact(Enum):
+    """Which checkpoint W&B gets as an artifact when the run ends."""
+
+    none = "none"
+    best = "best"
+    last = "last"
+
+
 @dataclass
 class ModelConfig:
     """``model.*``. ``kwargs`` go to the builder, checked against its signature."""
@@ -246,6 +254,7 @@ class TrackingConfig:
     entity: str | None = None
     group: str | None = None
     tags: list[str] = field(default_factory=list)
+    log_checkpoint: CheckpointArtifact = CheckpointArtifact.none
 
 
 # What follows a job that fails: the others run all the same, or no further one begins.

@@ -95,6 +95,14 @@ RANGES: dict[str, Rule] = {
     "train.checkpoint_every": _at_least(1),
     "train.keep": _at_least(0),
     "train.early_stop.patience": _at_least(1),
+    # W&B's own limits: it would refuse to start.
+    "tracking.project": (
+        "1 to 128 characters without / \\ # ? % :",
+        lambda v: bool(v.strip()) and len(v) <= 128 and not set(v) & set("/\\#?%:"),
+    ),
+    "tracking.entity": ("a user or team of W&B, or null", lambda v: bool(v.strip()) and "/" not in v),
+    "tracking.group": ("1 to 128 characters, or null", lambda v: bool(v.strip()) and len(v) <= 128),
+    "tracking.tags": ("tags of 1 to 64 characters", lambda v: all(tag.strip() and len(tag) <= 64 for tag in v)),
     "sweep.jobs": ("a number of jobs at once, from 1 to 1024", lambda v: 1 <= v <= 1024),
 }
 

@@ -249,6 +249,10 @@ OUTSIDE: dict[str, tuple[list[str], Callable[[int, str], bool]]] = {
     "tracking.entity": (["tracking.mode=offline", "tracking.entity=e-n-t"], lambda code, _: b"e-n-t" in wandb_record()),
     "tracking.group": (["tracking.mode=offline", "tracking.group=g-r-o"], lambda code, _: b"g-r-o" in wandb_record()),
     "tracking.tags": (["tracking.mode=offline", "tracking.tags=[t-a-g]"], lambda code, _: b"t-a-g" in wandb_record()),
+    "tracking.log_checkpoint": (
+        ["tracking.mode=offline", "tracking.log_checkpoint=last"],
+        lambda code, _: b"last-step-1.pt" in wandb_record(),
+    ),
 }
 
 
@@ -281,13 +285,13 @@ def test_a_key_of_the_command_line_acts(key, tmp_path, monkeypatch, capsys):
     assert found(code, capsys.readouterr().err)
 
 
-def test_a_refusal_names_the_key():
+def test_a_refusal_names_the_key(tmp_path):
     """Where the effect of a key in the table is a refusal, the refusal is of that key."""
     # Of two the run itself is stopped; with the mode of the table it runs, and without it is refused.
     others = {"precision.on_nonfinite_loss", "precision.loss_scale.patience", "precision.mode"}
     for key in sorted({key for key, (_, _, look) in EFFECTS.items() if look is refusal} - others):
         both, value, _ = EFFECTS[key]
-        said = see(Path("unused"), {**both, key: value}).error
+        said = see(tmp_path, {**both, key: value}).error
         # A source is as wrong as the name that it does not have; half parameters are a matter of the mode.
         named = {
             "dataset.source": "dataset.name",

@@ -26,7 +26,8 @@ from mprun.errors import MprunError
 from mprun.report.summary import newest_offline, number_text, print_summary, scale_text
 from mprun.tracking import JsonlSink, RunInfo, Sink, build_sinks, finish_sinks, read_metrics, wandb_sink
 from mprun.tracking.console import ConsoleSink
-from mprun.tracking.wandb_sink import WandbSink, resolve_mode
+from mprun.tracking.wandb_sink import WandbSink
+from mprun.tracking.wandb_start import resolve_mode
 
 ROOT = Path(__file__).parents[1]
 
@@ -307,6 +308,9 @@ def test_colours_and_bars_only_where_they_can_be_seen(monkeypatch: pytest.Monkey
         ("online", {"WANDB_MODE": "disabled"}, "online"),
         ("offline", {"WANDB_MODE": "online"}, "offline"),
         ("disabled", {"WANDB_MODE": "online"}, "disabled"),
+        ("auto", {"WANDB_SWEEP_ID": "s1"}, "online"),
+        ("auto", {"WANDB_SWEEP_ID": "s1", "WANDB_MODE": "offline"}, "offline"),
+        ("offline", {"WANDB_SWEEP_ID": "s1"}, "offline"),
     ],
 )
 def test_an_explicit_mode_wins_over_the_environment(mode: str, environ: dict[str, str], expected: str) -> None:
@@ -319,7 +323,7 @@ from pathlib import Path
 import numpy as np
 from mprun.config import Config, TrackingConfig, TrackingMode
 from mprun.tracking import JsonlSink, RunInfo, build_sinks, finish_sinks
-from mprun.tracking import wandb_sink
+from mprun.tracking import wandb_start
 
 def run(folder, records, status="ok", mode="offline", resumed=None, between=None, **tracking):
     folder = Path(folder)
@@ -517,7 +521,7 @@ server = socket.create_server(("127.0.0.1", 0))
 kept = []
 threading.Thread(target=lambda: [kept.append(server.accept()) for _ in range(999)], daemon=True).start()
 os.environ["WANDB_BASE_URL"] = "http://127.0.0.1:%d" % server.getsockname()[1]
-wandb_sink.INIT_TIMEOUT_S = 1.0
+wandb_start.INIT_TIMEOUT_S = 1.0
 Path("run/wandb").mkdir(parents=True)
 Path("run/wandb/mprun-run-id.txt").write_text("abc123")
 begin = time.monotonic()
@@ -564,7 +568,8 @@ class FakeRun:
 def test_a_stalled_wandb_never_holds_up_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, said = threading.Event(), []
     monkeypatch.setattr(wandb_sink, "OFFLINE_FINISH_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(WandbSink, "_init", lambda self, _: FakeRun(tmp_path, gate))
+    monkeypatch.setattr(wandb_sink, "_stuck", threading.Event())
+    monkeypatch.setattr(wandb_sink, "begin", lambda info, mode, run: (FakeRun(tmp_path, gate), mode, ""))
     sink = WandbSink("offline", said.append)
     begin = time.monotonic()
     sink.start(info(tmp_path))

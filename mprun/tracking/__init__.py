@@ -34,7 +34,8 @@ def build_sinks(config: Config, *, console: Console | None = None) -> list[Sink]
         return []
     with undrawn():
         from mprun.tracking.console import ConsoleSink
-        from mprun.tracking.wandb_sink import WandbSink, resolve_mode
+        from mprun.tracking.wandb_sink import WandbSink
+        from mprun.tracking.wandb_start import resolve_mode
 
     screen = ConsoleSink(console)
     sinks: list[Sink] = [JsonlSink()]
