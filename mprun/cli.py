@@ -20,6 +20,7 @@ COMMANDS = {
     "verify": "runs a recipe with its seeds and holds it to what it expects: verify RECIPE | --all",
     "table": "results of a sweep or of any runs: table [FOLDER ...] --by seed --sort -val/top1 --format csv",
     "plot": "a picture of them: plot [FOLDER ...] --kind curves|parallel --metric val/loss --out FILE.png|svg|html",
+    "tune": "searches hyperparameters with Optuna: tune KEY=interval(LOW,HIGH) ... tune.trials=20",
     "rerun": "a past run again, after what has changed since: rerun RUN | latest, with --dry only that",
     "cp": "a copy of a recipe to change: cp RECIPE FILE",
     "env": "this machine: device, dtypes, CPU kernels, versions",
@@ -30,7 +31,7 @@ COMMANDS = {
 }
 
 # Commands with a help of their own: mprun table --help.
-OWN_HELP = ("table", "plot")
+OWN_HELP = ("table", "plot", "tune")
 
 # Hydra's own flags: these are handed to Hydra as they are.
 HYDRA_FLAGS = {
