@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
+
+from mprun.processes import SeedRun
+from mprun.recipes import Expectation, expect_problems, judge
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 
@@ -172,3 +176,54 @@ def test_startup_finds_the_first_step(bench):
         wall, cpu = startup.first_step(name)
         assert 0.5 < wall < 200
         assert 0 < cpu < 2 * wall + 1
+
+
+# --- measure_recipe ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metric", "op", "values", "value", "tolerance"),
+    [
+        ("val/top1", ">=", [0.98, 0.97, 0.99], 0.98, 0.02),  # the median, and the spread
+        ("val/top1", ">=", [0.98, 0.98, 0.981], 0.98, 0.01),  # luck is granted a point
+        ("val/loss", "<=", [2.0, 2.0, 2.01], 2.0, 0.04),  # or two percent
+        ("steps_skipped", "<=", [0, 3, 1], 3, 3),
+        ("steps_skipped", "<=", [0, 0, 0], 0, 1),
+        ("steps_skipped", "==", [50, 50, 50], 50, 0),
+        ("train/grad_norm", "==", [0.0, 0.0, 0.0], 0.0, 0.0),
+    ],
+)
+def test_value_and_tolerance_of_a_recipe_s_line(bench, metric, op, values, value, tolerance):
+    made = bench("measure_recipe").of_numbers(metric, op, values, None)
+    assert (made["value"], made["tolerance"]) == (value, pytest.approx(tolerance))
+    line = Expectation(metric, op, made["value"], made["tolerance"])
+    assert judge(line, {seed: {"final": {metric: v}, metric: v} for seed, v in enumerate(values)}).passed
+
+
+def test_measured_lines_are_a_recipe_s_expect_block(bench, tmp_path):
+    measure = bench("measure_recipe")
+    path = tmp_path / "r.yaml"
+    path.write_text("# @package _global_\ntrain:\n  steps: 1\n")
+    lines = [{"metric": "status", "op": "=="}, {"metric": "val/top1", "op": ">=", "value": 0.5, "tolerance": 0.3}]
+    runs = [
+        SeedRun(seed, tmp_path, 0, 1.0, {"status": "ok", "final": {"val/top1": top1}})
+        for seed, top1 in enumerate([0.91234, 0.9])
+    ]
+    place = {"commit": "abc+", "device": "CPU, 1 of 2 cores", "versions": {"python": "3.11.7"}, "seeds": [0, 1]}
+    for keep, value in ((False, 0.9062), (True, 0.5)):
+        filled = measure.fill(lines, runs, least=None, keep=keep)
+        measure.write(path, measure.as_yaml(filled, place))
+        made = OmegaConf.to_container(OmegaConf.load(path))
+        assert isinstance(made, dict)
+        assert made["train"] == {"steps": 1}
+        assert list(expect_problems(made["expect"])) == []
+        assert [line["value"] for line in made["expect"]] == ["ok", value]
+        assert made["expect"][0]["measured"] == {**place, "values": ["ok", "ok"]}
+        assert made["expect"][1]["measured"] == {"values": [0.9123, 0.9]}
+
+
+def test_a_measurement_without_the_metric_is_refused(bench, tmp_path):
+    with pytest.raises(SystemExit, match="ema/top1 is absent"):
+        bench("measure_recipe").fill(
+            [{"metric": "ema/top1", "op": ">="}], [SeedRun(0, tmp_path, 0, 1.0, {"final": {}})], least=None, keep=False
+        )
