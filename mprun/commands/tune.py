@@ -57,7 +57,11 @@ def run(words: Sequence[str]) -> int:
         import optuna  # noqa: F401
     except ImportError as error:
         raise ConfigError("tune needs Optuna: pip install 'mprun[optuna]'") from error
-    first = compose([*fixed, *(part.word(part.probes()[0]) for part in space)], command="train")
+    try:
+        first = compose([*fixed, *(part.word(part.probes()[0]) for part in space)])
+    except ConfigError:
+        check_space(space, fixed)  # says it better
+        raise
     settings = completed(settings, first.config)
     folder = Path(OUTPUTS, FOLDER, slug(str(settings.study))).absolute()
     if not folder.exists():  # an earlier worker has checked them

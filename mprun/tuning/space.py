@@ -13,7 +13,9 @@ anything else that can be written there.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
@@ -100,9 +102,13 @@ def split_space(words: Sequence[str]) -> tuple[list[Parameter], list[str]]:
     space: list[Parameter] = []
     fixed: list[str] = []
     for word in words:
-        try:
-            parsed = parser.parse_override(word)
-        except HydraException:
+        # choice() of Hydra's refuses null, which the same words without the function take.
+        plain = re.sub(r"=choice\((.*,.*)\)$", r"=\1", word)
+        for form in dict.fromkeys((word, plain)):
+            with suppress(HydraException):
+                parsed = parser.parse_override(form)
+                break
+        else:
             fixed.append(word)  # a path, perhaps: composing quotes it, or says what is wrong with it
             continue
         if parsed.is_sweep_override():
