@@ -17,7 +17,6 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-
 # Plain mappings: a dataclass would look for its module in sys.modules, where Hydra puts a plugin only after it was run.
 LAUNCHER = {"_target_": "hydra_plugins.mprun_sweeps.ProcessLauncher"}
 SWEEPER = {"_target_": "hydra_plugins.mprun_sweeps.GridSweeper", "params": {}}
@@ -25,7 +24,7 @@ ConfigStore.instance().store(group="hydra/launcher", name="process", node=LAUNCH
 ConfigStore.instance().store(group="hydra/sweeper", name="grid", node=SWEEPER, provider="mprun")
 
 
-class ProcessLauncher(Launcher):
+class ProcessLauncher(Launcher):  # type: ignore[misc]
     """Every job in a process of its own."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
@@ -39,7 +38,7 @@ class ProcessLauncher(Launcher):
         return launch(self.config, job_overrides, initial_job_idx)
 
 
-class GridSweeper(Sweeper):
+class GridSweeper(Sweeper):  # type: ignore[misc]
     """Every combination of the values: those jobs of ``sweep.json`` in Hydra's sweep folder that are not finished."""
 
     def __init__(self, params: dict[str, str] | None = None) -> None:

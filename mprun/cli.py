@@ -22,6 +22,7 @@ COMMANDS = {
     "plot": "a picture of them: plot [FOLDER ...] --kind curves|parallel --metric val/loss --out FILE.png|svg|html",
     "tune": "searches hyperparameters with Optuna: tune KEY=interval(LOW,HIGH) ... tune.trials=20",
     "rerun": "a past run again, after what has changed since: rerun RUN | latest, with --dry only that",
+    "resume": "goes on with a run or a sweep: resume RUN | SWEEP | latest",
     "cp": "a copy of a recipe to change: cp RECIPE FILE",
     "env": "this machine: device, dtypes, CPU kernels, versions",
     "list": "groups, options and recipes: mprun list [GROUP]",

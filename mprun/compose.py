@@ -31,8 +31,8 @@ from mprun.resume import Resume, find, idle_words
 from mprun.runs import slug
 from mprun.training.optim_catalog import check_optimizer
 
-__all__ = ["GROUPS", "Composed", "check", "check_words", "choices_of", "compose", "compose_run", "hydra_version_base", "options",
-           "prepare", "recorded", "register", "translate", "tree"]  # fmt: skip
+__all__ = ["GROUPS", "Composed", "check", "check_words", "choices_of", "compose", "compose_node", "compose_run", "hydra_version_base",
+           "options", "prepare", "recorded", "register", "translate", "tree"]  # fmt: skip
 
 OFF_WORDS = {"no", "off", "false", "none", "null"}
 # Optional keys: which words switch them off, and which key a whole node's switch means.
@@ -70,7 +70,8 @@ def register() -> None:
     schema.model.name = schema.dataset.name = MISSING
     ConfigStore.instance().store(name="schema", node=schema)
     OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("slug", slug, replace=True)
+    # A sweep without a name gets one before its folder is made (mprun/sweeps/plan.py).
+    OmegaConf.register_new_resolver("slug", lambda text: slug("sweep" if text is None else str(text)), replace=True)
 
 
 def prepare(overrides: Sequence[str]) -> list[str]:
@@ -103,28 +104,43 @@ def compose(overrides: Sequence[str], *, command: str = "train") -> Composed:
     Raises:
         ConfigError: an override, key, value or combination is not legal. Nothing has been created.
     """
+    from hydra.errors import HydraException
+
+    ready = prepare(overrides)
+    check_words(ready)
+    composed = compose_node(ready)
+    try:
+        hydra_node = _resolved_hydra(composed)
+        node = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+        config = check(node, command=command)
+    except ConfigError:
+        raise
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(translate(error, ready)) from error
+    return Composed(config, hydra_node, recorded(ready), choices_of(hydra_node))
+
+
+def compose_node(ready: Sequence[str]) -> DictConfig:
+    """What Hydra makes of prepared overrides, unchecked, with its own node ``hydra``.
+
+    Raises:
+        ConfigError: an override does not fit.
+    """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
 
     register()
-    ready = prepare(overrides)
-    check_words(ready)
     GlobalHydra.instance().clear()
     # One run, one uid: a resolver with a cache keeps it per config object, and each compose makes a new one.
     try:
         with initialize_config_dir(str(tree("conf")), version_base=hydra_version_base()):
-            composed = hydra_compose("config", overrides=ready, return_hydra_config=True)
-        hydra_node = _resolved_hydra(composed)
-        node = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
-        config = check(node, command=command)
-    except ConfigError:
-        raise
+            node: DictConfig = hydra_compose("config", overrides=list(ready), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         # Hydra raises a bare ValueError for a group or a defaults list of the wrong kind.
         raise ConfigError(translate(error, ready)) from error
-    return Composed(config, hydra_node, recorded(ready), choices_of(hydra_node))
+    return node
 
 
 def compose_run(overrides: Sequence[str]) -> tuple[Composed, Resume | None]:
@@ -137,6 +153,8 @@ def compose_run(overrides: Sequence[str]) -> tuple[Composed, Resume | None]:
         ConfigError: see :func:`compose`.
         CheckpointError: there is nothing to resume, or an override cannot come into force.
     """
+    if of_sweep := [word for word in overrides if re.match(r"\+*sweep[.=]", word)]:
+        raise ConfigError(f"{of_sweep[0]} is about a sweep, and this is one run: add -m, or leave it out")
     resume = find(overrides)
     composed = compose(resume.words if resume else overrides)
     if resume is None and (idle := idle_words(overrides, to_plain(composed.config))):

@@ -69,7 +69,7 @@ def run_seed(overrides: Sequence[str], seed: int, folder: Path) -> SeedRun:
         result = from_json(json.loads((run_dir / "result.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
         result = {}
-    error = str(result.get("error") or "") if result else _last_words(log)
+    error = str(result.get("error") or "") if result else last_words(log)
     return SeedRun(seed, run_dir, code, seconds, result, error)
 
 
@@ -100,7 +100,7 @@ def call(command: Sequence[str], log: Path) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _last_words(log: Path) -> str:
+def last_words(log: Path) -> str:
     """The error that a run without a result has printed."""
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     marked = [number for number, line in enumerate(lines) if line.startswith("mprun: error:")]

@@ -26,6 +26,7 @@ except ImportError:  # Windows
 OUTPUTS = "outputs"
 LATEST = "latest"
 LOCK_FILE = ".lock"
+SWEEP_FILE = "sweep.json"
 STEP_FILE = re.compile(r"step_(\d+)\.pt")
 
 
@@ -88,6 +89,12 @@ def run_folder(checkpoint: Path) -> Path | None:
     """The run folder that ``checkpoint`` belongs to, or None for a file outside of one."""
     folder = checkpoint.parent.parent
     return folder if checkpoint.parent.name == "checkpoints" and (folder / "config.yaml").is_file() else None
+
+
+def sweep_of(run_dir: Path) -> str | None:
+    """The id of the sweep whose job has the folder ``run_dir``: the name of the folder around it that holds ``sweep.json``."""
+    near = (run_dir.resolve(), *run_dir.resolve().parents[:3])
+    return next((slug(folder.name) for folder in near if (folder / SWEEP_FILE).is_file()), None)
 
 
 @contextmanager

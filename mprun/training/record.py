@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from mprun.config import Config
 from mprun.errors import LossScaleError, MprunError, NonFiniteError
-from mprun.runs import point_latest
+from mprun.runs import point_latest, sweep_of
 from mprun.training import checkpoint
 from mprun.training.env import atomic_write_json, atomic_write_text, describe_environment, peak_memory_bytes
 from mprun.training.run import Run
@@ -53,7 +53,7 @@ def write_folder(
         MprunError: the disk refuses.
     """
     folder = run.run_dir
-    about = describe_environment(
+    about = {"sweep": sweep_of(folder)} | describe_environment(
         sys.argv,
         plain,
         seed=run.config.seed,
@@ -157,6 +157,7 @@ def numbers(run: Run, started: float) -> dict[str, Any]:
         "dataset": run.data.spec.name,
         "precision": run.config.precision.name,
         "seed": run.config.seed,
+        "sweep": sweep_of(run.run_dir),
         "steps_applied": counters.applied,
         "steps_skipped": counters.skipped,
         "counters": asdict(counters),
