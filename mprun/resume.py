@@ -189,10 +189,11 @@ def idle_words(words: Sequence[str], now: Mapping[str, Any]) -> list[str]:
     """Why words of a command line would do nothing in the plain configuration ``now``; empty if all of them do something.
 
     A recipe or an option may set what another option makes idle, so that any ``precision=`` can follow any recipe; a word
-    that somebody has typed must not be ignored. (``train.epochs`` beside ``train.steps`` is: steps win.)
+    that somebody has typed must not be ignored, unless it switches something off. (``train.epochs`` beside ``train.steps``
+    is ignored: steps win.)
     """
     keys = {_key(word) for word in words} - {"train.epochs"}
-    return [reason for key in sorted(keys) if (reason := idle_reason(key, now))]
+    return [reason for key in sorted(keys) if (reason := idle_reason(key, now)) and _at(now, key) is not None]
 
 
 def refuse_fixed(changed: Mapping[str, tuple[Any, Any]], saved: Mapping[str, Any], checkpoint: Path) -> None:

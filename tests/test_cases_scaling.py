@@ -250,7 +250,7 @@ def test_the_tail_of_an_epoch_is_a_window_with_its_own_divisor(
     words = [
         *TOY,
         f"precision={precision}",
-        "precision.loss_scale.init=1024",
+        *(["precision.loss_scale.init=1024"] if "fp16" in precision else []),
         "dataset.kwargs.values=[1.0]",
         f"dataset.kwargs.repeat={batches}",
         "train.accumulate=4",
