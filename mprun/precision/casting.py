@@ -71,25 +71,28 @@ def _bordered(cls: Any, kind: str, dtype: torch.dtype) -> type[nn.Module]:
         _write_back(self, given, (args, kwargs))
         return output
 
-    return subclass(cls, {"island": island, "fp32": fp32, "half": half}[kind], (_bordered, cls, kind, dtype))
+    return subclass(cls, {"island": island, "fp32": fp32, "half": half}[kind], _bordered, kind, dtype)
 
 
-def subclass(cls: Any, forward: Any, recipe: tuple[Any, ...]) -> type[nn.Module]:
+def subclass(cls: Any, forward: Any, make: Any, *arguments: Any) -> type[nn.Module]:
     """The subclass of ``cls`` with another ``forward``, indistinguishable otherwise.
 
-    Args:
-        cls: a module's class.
-        forward: the new method.
-        recipe: a function and its arguments that make this class again, for pickle, which finds classes by name.
+    Pickle finds classes by their name, under which there is ``cls`` itself; it is told to call ``make(cls, *arguments)``.
 
     Raises:
         OverrideError: the class cannot be subclassed.
     """
 
     def reduce(self: Any, protocol: Any) -> Any:
-        return _unpickled, recipe, self.__getstate__()
+        return _unpickled, (_portable(type(self)),), self.__getstate__()
 
-    body = {"forward": forward, "__reduce_ex__": reduce, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    body = {
+        "forward": forward,
+        "__reduce_ex__": reduce,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "_mprun_recipe": (make, cls, *arguments),
+    }
     try:
         return type(cls.__name__, (cls,), body)
     except Exception as error:  # whatever a metaclass or __init_subclass__ raises
@@ -99,9 +102,26 @@ def subclass(cls: Any, forward: Any, recipe: tuple[Any, ...]) -> type[nn.Module]
         ) from error
 
 
-def _unpickled(make: Any, *arguments: Any) -> nn.Module:
-    made: type[nn.Module] = make(*arguments)
-    return made.__new__(made)
+def _portable(cls: Any) -> Any:
+    """A class that pickle finds, or how to make one from such a class."""
+    if "_mprun_recipe" not in vars(cls):
+        return cls
+    make, base, *arguments = cls._mprun_recipe
+    return make, _portable(base), *arguments
+
+
+def _made(portable: Any) -> Any:
+    """The inverse of :func:`_portable`."""
+    if isinstance(portable, type):
+        return portable
+    make, base, *arguments = portable
+    return make(_made(base), *arguments)
+
+
+def _unpickled(portable: Any) -> nn.Module:
+    cls = _made(portable)
+    module: nn.Module = cls.__new__(cls)
+    return module
 
 
 def _write_back(module: nn.Module, given: Any, cast: Any) -> None:
@@ -109,7 +129,7 @@ def _write_back(module: nn.Module, given: Any, cast: Any) -> None:
 
     Compiled code cannot look; :mod:`mprun.training.observe` does, by the mark that is left here.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # inference tensors have no version
         return
     copies: list[Tensor] = []
     map_tensors(cast, copies.append)

@@ -179,7 +179,7 @@ DTYPE_TROUBLE = {
     ),
     # 'mat1 and mat2 must have the same dtype, but got Float and Half' and its relatives, some of which name no dtype at all.
     # A clash of other dtypes (Double and Float) is there in FP32 too, and is not ours to explain.
-    r"(?s)(?=.*(Half|BFloat16)|(?!.*(Float|Double|Long|Int|Bool|float|double|long|int\b)))"
+    r"(?s)(?!.*types: Long)(?=.*(Half|BFloat16)|(?!.*(Float|Double|Long|Int|Bool|float|double|long|int\b)))"
     r"(?=.*(same dtype|scalar type|should be the same|dtypes match|dtype to be equal|expected dtype))": (
         "give new tensors the dtype of the input (dtype=x.dtype), or keep the module in FP32: precision.fp32_modules=[{path}]"
     ),

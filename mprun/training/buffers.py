@@ -17,7 +17,7 @@ is remembered, without a copy.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +32,18 @@ Copies = Callable[[nn.Module, str], bool]
 
 @dataclass(frozen=True)
 class Kept:
-    """One tensor as it was: the object, its version, and a copy of its values (None: not copied)."""
+    """One tensor as it was: the object, its version and address, and a copy of its values (None: not copied)."""
 
     tensor: Tensor | None
     version: int
+    address: int
     value: Tensor | None
+
+    @property
+    def written(self) -> bool:
+        """Whether the tensor was written to since, in place, or given other memory."""
+        now = self.tensor
+        return now is not None and (now._version > self.version or _address(now) != self.address)
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ class Snapshot:
 
     def changed(self) -> set[tuple[nn.Module, str]]:
         """Buffers and watched parameters whose tensor was written to since, in place."""
-        return {key for key, kept in self._tensors() if kept.tensor is not None and kept.tensor._version > kept.version}
+        return {key for key, kept in self._tensors() if kept.written}
 
     @torch.no_grad()
     def restore(self, modules: Iterable[nn.Module]) -> None:
@@ -143,29 +150,68 @@ def forms(model: nn.Module) -> dict[str, Form]:
     }
 
 
-def adopt(model: nn.Module, name: str, value: Tensor | None, *, persistent: bool, device: torch.device) -> bool:
-    """Give ``model`` the buffer ``name`` in the form of ``value`` (None: it is gone). Returns whether there is a place for it."""
+def adopt_buffers(
+    model: nn.Module,
+    persistent: Mapping[str, Any],
+    transient: Mapping[str, Tensor],
+    *,
+    late: Iterable[str],
+    device: torch.device,
+) -> str | None:
+    """Give ``model`` the saved buffers that cannot be copied into its own.
+
+    Those are the ones that training filled, registered, resized or removed (``late``), and those that cannot be written in
+    place and have other values.
+
+    Args:
+        model: as it was built.
+        persistent: the saved state dict.
+        transient: saved buffers that the state dict leaves out.
+        late: names, see :meth:`~mprun.training.state.TrainState.late_buffers`.
+        device: where the buffers go.
+
+    Returns:
+        The name of a buffer that has no place in this model; None where all have.
+    """
+    saved = {**persistent, **transient}
+    names = set(late)
+    for name, buffer in model.named_buffers():
+        if name in saved and not writable(buffer):
+            same = buffer.layout == torch.strided and torch.equal(buffer, saved[name].to(buffer.device))
+            names |= set() if same else {name}
+    return next(
+        (name for name in sorted(names) if not _adopt(model, name, saved.get(name), name in persistent, device)), None
+    )
+
+
+def _adopt(model: nn.Module, name: str, value: Tensor | None, persistent: bool, device: torch.device) -> bool:
+    """Give ``model`` one buffer in the form of ``value`` (None: it is gone). Returns whether there is a place for it."""
     path, _, attribute = name.rpartition(".")
     try:
         module = model.get_submodule(path)
     except AttributeError:
         return False
     if value is None:
-        module._buffers.pop(attribute, None)
+        if attribute in module._buffers:
+            module._buffers[attribute] = None
     elif attribute in module._buffers:
-        module._buffers[attribute] = value.detach().clone().to(device)
+        module._buffers[attribute] = value.detach().to(device, copy=True)
     elif hasattr(module, attribute):
         return False
     else:
-        module.register_buffer(attribute, value.detach().clone().to(device), persistent=persistent)
+        module.register_buffer(attribute, value.detach().to(device, copy=True), persistent=persistent)
     return True
 
 
 def _keep(tensor: Tensor | None, copied: bool) -> Kept:
     if tensor is None:
-        return Kept(None, 0, None)
+        return Kept(None, 0, 0, None)
     value = tensor.detach().clone() if copied and writable(tensor) else None
-    return Kept(tensor, tensor._version, value)
+    return Kept(tensor, tensor._version, _address(tensor), value)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout == torch.strided else 0
 
 
 def _same_form(now: Tensor | None, kept: Kept) -> bool:

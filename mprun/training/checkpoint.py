@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from mprun.errors import CheckpointError
 from mprun.precision.policy import map_tensors
-from mprun.training.buffers import adopt, writable
+from mprun.training.buffers import adopt_buffers, writable
 from mprun.training.env import capture_rng, restore_rng
 from mprun.training.state import HostCounters, Position, TrainState
 
@@ -80,7 +80,9 @@ def restore(state: TrainState, saved: Mapping[str, Any], *, path: Path) -> None:
     """
     if not saved.keys() >= PARTS:
         raise CheckpointError(f"{path} is not a whole checkpoint: {', '.join(sorted(PARTS - saved.keys()))} missing")
-    _adopt_buffers(state, saved, path=path)
+    late = saved.get("late_buffers", ())
+    if homeless := adopt_buffers(state.model, saved["model"], saved["buffers"], late=late, device=state.device):
+        raise CheckpointError(f"{path} is of another model: there is no place for its buffer {homeless}")
     _same_tensors(saved["model"], dict(state.model.state_dict()), what="model", path=path)
     load_weights(state, saved, path=path)
     load_optimizer_state(state, saved["optimizer"], path=path)
@@ -122,20 +124,6 @@ def load_weights(state: TrainState, saved: Mapping[str, Any], *, path: Path) -> 
             with torch.no_grad():
                 parameter.copy_(saved["masters"].get(name, saved["model"][name]))
     state.weights.write_back()
-
-
-def _adopt_buffers(state: TrainState, saved: Mapping[str, Any], *, path: Path) -> None:
-    """Give the model the buffers that it got, changed or lost during training, and those that cannot be written in place."""
-    kept = {**saved["model"], **saved["buffers"]}
-    names = set(saved.get("late_buffers", ()))
-    for name, buffer in state.model.named_buffers():
-        if name in kept and not writable(buffer):
-            same = buffer.layout == torch.strided and torch.equal(buffer, kept[name].to(buffer.device))
-            names |= set() if same else {name}
-    for name in names:
-        persistent = name in saved["model"]
-        if not adopt(state.model, name, kept.get(name), persistent=persistent, device=state.device):
-            raise CheckpointError(f"{path} is of another model: there is no place for its buffer {name}")
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -46,9 +46,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             map_tensors(list(args), lambda t: floats.append(t) if t.is_floating_point() else None)
             if name == "binary_cross_entropy" and floats[0].dtype in (torch.float16, torch.bfloat16):
                 raise RuntimeError(HALF_BCE)
-            if floats:
-                # A normalisation of half inputs with float32 statistics is float32 arithmetic: the wider operand decides.
-                dtype = reduce(torch.promote_types, (t.dtype for t in floats))
+            if any(t.ndim for t in floats):
+                # A normalisation of half inputs with float32 statistics is float32 arithmetic: the wider operand decides. A
+                # number (0-D) does not.
+                dtype = reduce(torch.promote_types, (t.dtype for t in floats if t.ndim))
                 self.seen.setdefault(self.running[-1], {}).setdefault(name, _short(dtype))
         return func(*args, **(kwargs or {}))
 
@@ -92,6 +93,7 @@ def observe(state: TrainState, batch: Batch) -> list[dict[str, Any]]:
         buffers.restore(state.model.modules())
         restore_rng(rng)
     _note_written(state, values)
+    _refuse_lost_writes(state)
     return [
         {
             "module": entry.path,
@@ -131,6 +133,20 @@ def _note_written(state: TrainState, before: dict[str, tuple[int, int, Tensor]])
                     f"""precision.fp32_modules=[{path or "'**'"}]"""
                 )
     state.written = frozenset(written)
+
+
+def _refuse_lost_writes(state: TrainState) -> None:
+    """What a module writes into its cast input in place comes back into the input; compiled code cannot look for that.
+
+    Raises:
+        OverrideError: a module does so, and the model is compiled.
+    """
+    for path, module in state.model.named_modules() if state.forward is not state.model else ():
+        if getattr(module, "_mprun_writes_input", False):
+            raise OverrideError(
+                f"{path or 'the model'} ({type(module).__name__}) writes into its input in place, which is a cast copy here, and "
+                "compiled code would lose that: make the operation not in place, or use model.compile=false"
+            )
 
 
 def check_plan(state: TrainState, rows: Sequence[dict[str, Any]]) -> None:

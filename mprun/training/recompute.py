@@ -70,12 +70,12 @@ def _recomputed(cls: Any) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return cls.forward(self, *args, **kwargs)
-        if torch.compiler.is_compiling() or not any(True for _ in self.buffers()):
+        if torch.compiler.is_compiling():
             # Compiled code changes a buffer once, at its end, however often a value is computed.
             return checkpoint(cls.forward, self, *args, use_reentrant=False, **kwargs)
         return checkpoint(cls.forward, self, *args, use_reentrant=False, context_fn=partial(_contexts, self), **kwargs)
 
-    return subclass(cls, forward, (_recomputed, cls))
+    return subclass(cls, forward, _recomputed)
 
 
 def _contexts(module: nn.Module) -> tuple[Any, Any]:
