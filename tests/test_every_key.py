@@ -241,6 +241,14 @@ OUTSIDE: dict[str, tuple[list[str], Callable[[int, str], bool]]] = {
     "command": (["command=compare"], lambda code, said: code == 2 and "the command is the first word" in said),
     "resume": (["resume=nowhere.pt"], lambda code, said: code == 2 and "nowhere.pt" in said),
     "name": (["name=my name", "tracking=disabled"], lambda code, _: code == 0 and "my-name" in str(latest())),
+    # In a single run, where they can do nothing, they are refused; what they do is a matter of the tests of sweeps.
+    **{
+        f"sweep.{key}": (
+            [f"sweep.{key}={value}"],
+            lambda code, said, key=key, value=value: code == 2 and f"sweep.{key}={value} is about a sweep" in said,
+        )
+        for key, value in {"name": "x", "jobs": "2", "on_error": "stop", "new": "true"}.items()
+    },
     "tracking.mode": (["tracking.mode=disabled"], lambda code, _: code == 0 and wandb_record() == b""),
     "tracking.project": (
         ["tracking.mode=offline", "tracking.project=p-r-o"],
