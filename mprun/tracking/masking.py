@@ -115,5 +115,5 @@ def _is_weak(key: str) -> bool:
 
 
 def _snake(key: str) -> str:
-    """``myApiKey`` as ``my_api_key``, ``API_KEY`` as ``api_key``."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key.strip().lstrip("+~")).lower()
+    """``myApiKey`` as ``my_api_key``, ``API-KEY`` as ``api_key``."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|-", "_", key.strip().lstrip("+~")).lower()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mprun.config import CheckpointArtifact
+from mprun.errors import MprunError
 from mprun.tracking.base import RunInfo
 from mprun.tracking.masking import masked
 from mprun.training.env import json_ready
@@ -53,6 +54,8 @@ def log_checkpoint(run: Any, info: RunInfo, result: Mapping[str, Any]) -> None:
     about: Mapping[str, Any] = result.get("best" if which is CheckpointArtifact.best else "checkpoint") or {}
     if not source.is_file() or not about:
         return
+    if masked(config := json_ready(info.config)) != config:
+        raise MprunError("the configuration in it holds a secret")
     path = _own_link(source, info.run_dir / "wandb" / "checkpoints", f"{which.value}-step-{about['step']}.pt")
     metadata = {key: value for key, value in about.items() if key != "file"} | {"status": result.get("status")}
     artifact = wandb.Artifact(f"run-{run.id}-{which.value}", type="model", metadata=json_ready(metadata))

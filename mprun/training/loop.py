@@ -49,7 +49,7 @@ def fit(run: Run) -> RunResult:
             empty_before = state.counters.empty
             for window in windows(run):
                 step(run, window)
-                if finished(run) or run.stop_signal is not None:
+                if finished(run) or run.stop_signal is not None or stop_early(run):
                     break
             else:
                 end_epoch(run, empty_before)
