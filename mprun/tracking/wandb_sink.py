@@ -67,7 +67,7 @@ class WandbSink(Sink):
         self._id = ""
         self._folder = ""
         self._url: str | None = None
-        self._fallback = ""
+        self._lines: list[str] = []
         self._trouble: BaseException | None = None
         self._failed = False
         self._wait_s = OFFLINE_FINISH_TIMEOUT_S
@@ -89,8 +89,8 @@ class WandbSink(Sink):
         except Exception as error:
             self._give_up(error)
             return
-        if self._fallback:
-            self._say(self._fallback)
+        for line in self._lines:  # only now is stderr the real one again
+            self._say(line)
         if not in_time:
             _stuck.set()
             self._give_up("it does not start")
@@ -160,7 +160,8 @@ class WandbSink(Sink):
         resumed = info.resumed_from_step is not None
         backlog = read_metrics(info.run_dir, effective=True) if resumed else []
         self._id = run_id(info.run_dir)
-        self._run, self.mode, self._fallback = begin(info, self.mode, self._id)
+        self._run, self.mode, line = begin(info, self.mode, self._id)
+        self._lines += [line] if line else []
         self._folder = os.path.relpath(Path(self._run.dir).parent, info.run_dir)
         self._url = str(self._run.url) if self.mode == "online" else None
         if self.mode == "online":
@@ -178,7 +179,8 @@ class WandbSink(Sink):
             action(*args, **kwargs)
         except BaseException as error:
             if optional:
-                self._say(f"W&B does without {optional} ({reason(error)})")
+                line = f"W&B does without {optional} ({reason(error)})"
+                self._say(line) if self._ready.is_set() else self._lines.append(line)
             else:
                 self._give_up(error)
 
