@@ -31,8 +31,8 @@ from mprun.resume import Resume, find, idle_words
 from mprun.runs import slug
 from mprun.training.optim_catalog import check_optimizer
 
-__all__ = ["GROUPS", "Composed", "check", "check_words", "choices_of", "compose", "compose_node", "compose_run", "hydra_version_base",
-           "options", "prepare", "recorded", "register", "translate", "tree"]  # fmt: skip
+__all__ = ["GROUPS", "Composed", "check", "check_words", "choices_of", "compose", "compose_node", "compose_run",
+           "hydra_version_base", "options", "prepare", "recorded", "register", "translate", "tree"]  # fmt: skip
 
 OFF_WORDS = {"no", "off", "false", "none", "null"}
 # Optional keys: which words switch them off, and which key a whole node's switch means.
@@ -153,8 +153,6 @@ def compose_run(overrides: Sequence[str]) -> tuple[Composed, Resume | None]:
         ConfigError: see :func:`compose`.
         CheckpointError: there is nothing to resume, or an override cannot come into force.
     """
-    if of_sweep := [word for word in overrides if re.match(r"\+*sweep[.=]", word)]:
-        raise ConfigError(f"{of_sweep[0]} is about a sweep, and this is one run: add -m, or leave it out")
     resume = find(overrides)
     composed = compose(resume.words if resume else overrides)
     if resume is None and (idle := idle_words(overrides, to_plain(composed.config))):

@@ -92,6 +92,8 @@ def _chain(error: BaseException | None) -> list[str]:
 
 
 def _unknown_key(key: str) -> str:
+    if key.partition(".")[0] == "hydra":
+        return f"unknown key {key}: mprun --cfg hydra lists Hydra's; one that a launcher takes beside them is added, +{key}=..."
     node: Any = Config()
     path: list[str] = []
     for part in key.split("."):

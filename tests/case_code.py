@@ -84,7 +84,7 @@ def rows(
     Args:
         record: a file that every sample's number is appended to.
         at: the accident happens when so many training samples have been read, in this process.
-        accident: ``kill`` (SIGKILL), ``sleep`` (two minutes), ``limit`` (files may no longer grow beyond 64 kB),
+        accident: ``kill`` (SIGKILL), ``crash`` (SIGSEGV), ``sleep`` (two minutes), ``limit`` (files may no longer grow beyond 64 kB),
             ``full`` (the disk that the variable ``FILL`` names is filled to the last byte), ``tight`` (but for 64 kB).
     """
     torch.set_num_threads(1)
@@ -120,6 +120,7 @@ def _fill(leave: int) -> None:
 ACCIDENTS: dict[str, Callable[[], Any]] = {
     "": lambda: None,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "sleep": lambda: (Path("sleeping").touch(), time.sleep(120)),
     "limit": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, resource.RLIM_INFINITY)),
     "tight": lambda: _fill(64 * 1024),

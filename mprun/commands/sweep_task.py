@@ -249,7 +249,7 @@ def through_hydra(now: Sweep, ready: Sequence[str], base: DictConfig) -> int:
         if again:
             raise KeyboardInterrupt
 
-    words = [word for word in ready if key_of(word) != "hydra.sweep.dir"]
+    words = [word for word in recorded(ready) if key_of(word) != "hydra.sweep.dir"]
     words.append(f'hydra.sweep.dir="{now.folder}"')
     if in_process:  # a run in this process has handlers of its own
         return by_hydra(["-m"], words, task)

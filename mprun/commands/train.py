@@ -18,7 +18,7 @@ from typing import Any
 from mprun.compose import Composed, compose_run
 from mprun.config import Config
 from mprun.config_check import to_plain
-from mprun.errors import CheckpointError, MprunError, PrecisionError
+from mprun.errors import CheckpointError, ConfigError, MprunError, PrecisionError
 from mprun.options import recipe_of
 from mprun.resume import Resume, lines_of, wants_auto
 from mprun.runs import locked, refuse_used
@@ -29,6 +29,8 @@ OWN_PARTS = {"best", "log", "config"}
 
 def run(overrides: Sequence[str]) -> int:
     """Train once. Returns the exit status: 0 ok, 1 failed or diverged, 130/143 interrupted."""
+    if of_sweep := [word for word in overrides if word.lstrip("+").startswith(("sweep=", "sweep."))]:
+        raise ConfigError(f"{of_sweep[0]} is about a sweep, and this is one run: add -m, or leave it out")
     composed, resume = compose_run(overrides)
     run_dir = resume.run_dir if resume and resume.run_dir else composed.run_dir
     return execute(composed.config, run_dir, resume=resume, composed=composed, again=wants_auto(overrides))

@@ -108,6 +108,8 @@ def read_run(folder: Path) -> RunRow:
         status, reason = str(result.get("status", BROKEN)), first_line(result.get("error"))
         if "status" not in result and not problems:
             problems.append(f"{RESULT}: says no status")
+        if not (folder / CONFIG).exists() and result.get("status", OK) != OK:
+            problems = []  # a job of a sweep that was refused never had a configuration; its result says why
     if problems:
         status, reason = BROKEN, "; ".join(problems)
     return RunRow(folder, status, reason, flatten(config or {}), flat_result(result or {}))

@@ -64,6 +64,7 @@ def expand(ready: Sequence[str], params: dict[str, str]) -> list[Job]:
     swept: set[str] = set()
     for override in OverridesParser.create(config_loader=_loader()).parse_overrides(words):
         key, line = override.get_key_element(), str(override.input_line)
+        choices.pop(key, None)  # its place is that of the word that counts
         if not override.is_sweep_override():
             choices[key] = [line]
             swept.discard(key)

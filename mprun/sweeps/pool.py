@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from mprun.report.run_folders import alive
+from mprun.report.runs_table import short
 from mprun.report.summary import duration_text, number_text
 from mprun.sweeps.folder import Job, Sweep, claim, release
 from mprun.sweeps.jobs import DONE, Outcome, Running, done, finish, refused, start, state_of
@@ -149,7 +150,8 @@ def lines_of(total: int, job: Job, status: str, outcome: Outcome | None = None, 
 
 def label(job: Job) -> str:
     """The swept words of a job, keys by their last part: ``precision=bf16 lr=0.003 seed=2``."""
-    return " ".join(re.sub(r"^\+*(?:[\w@/]+\.)+(?=\w+=)", "", word) for word in job.swept) or "the only job"
+    parts = [word.lstrip("+").partition("=") for word in job.swept]
+    return " ".join(f"{short(key)}={value}" for key, _, value in parts) or "the only job"
 
 
 # --- signals -------------------------------------------------------------------------------------------------------------

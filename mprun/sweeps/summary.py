@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections import Counter
 from io import TextIOWrapper
-from sys import stdout
 
 from mprun.report.run_folders import CONFIG, RunRow, alive, find_runs, flat_result, read_run
 from mprun.report.runs_table import build_table
@@ -22,8 +22,8 @@ def print_table(sweep: Sweep) -> None:
 
     from mprun.report.table_text import counts, terminal
 
-    if isinstance(stdout, TextIOWrapper):
-        stdout.reconfigure(errors="replace")
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     console = Console(highlight=False)
     rows = rows_of(sweep)
     for line in ["", *terminal(build_table(rows), console.width), ""]:
@@ -80,11 +80,8 @@ def _number(text: str) -> object:
 
 def notes(sweep: Sweep, rows: list[RunRow]) -> list[str]:
     """What is to be said below the table."""
-    said = [
-        f"job {job.number} ({job.label}) is the same as job {job.same_as}"
-        for job in sweep.jobs
-        if job.same_as is not None
-    ]
+    repeats = [f"{job.number}={job.same_as}" for job in sweep.jobs if job.same_as is not None]
+    said = [f"jobs with the configuration of an earlier one: {', '.join(repeats)}"] if repeats else []
     left_out = Counter(word for job in sweep.jobs for word in job.left_out)
     said += [f"{word} does nothing in {count} of {len(sweep.jobs)} jobs" for word, count in left_out.items()]
     folder = shlex.quote(str(shown_path(sweep.folder)))
