@@ -363,21 +363,27 @@ def check_everywhere(name: str, source: str) -> None:
     assert fits or name in ("inception_v3", "efficientformer_l1", "maxvit_t"), "made for 96 x 96 and more"
 
 
-@pytest.mark.slow
-def test_many_families_of_timm_take_small_images_or_say_what_they_take() -> None:
-    import timm
-
-    for name in [*timm.list_models("test_*"), *FAMILIES]:
-        check_everywhere(name, "timm")
+TINY = [name for name in registered("timm") if name.startswith("test_")]
+CLASSIFIERS = [name for name in registered("torchvision") if not name.startswith("regnet")]
 
 
 @pytest.mark.slow
-def test_all_classifiers_of_torchvision_take_small_images_or_say_what_they_take() -> None:
-    for name in registered("torchvision"):
-        if not name.startswith("regnet"):  # whose builder reads numbers, which the meta device does not have
-            check_everywhere(name, "torchvision")
-    for name in ("regnet_x_400mf", "regnet_y_400mf"):
-        assert output(build(name, "torchvision")).shape == (3, 10)
+@pytest.mark.parametrize("name", [*TINY, *FAMILIES])
+def test_families_of_timm_take_small_images_or_say_what_they_take(name: str) -> None:
+    check_everywhere(name, "timm")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_classifiers_of_torchvision_take_small_images_or_say_what_they_take(name: str) -> None:
+    check_everywhere(name, "torchvision")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["regnet_x_400mf", "regnet_y_400mf"])
+def test_regnets_of_torchvision_take_small_images(name: str) -> None:
+    # Their builder reads numbers, which the meta device does not have.
+    assert output(build(name, "torchvision"), DIGITS).shape == (3, 10)
 
 
 @pytest.mark.parametrize(
