@@ -28,6 +28,7 @@ Each trial is a run in outputs/tune/NAME/<number>. The same command again goes o
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,9 +72,10 @@ def run(words: Sequence[str]) -> int:
 
 
 def _work(settings: TuneConfig, space: Sequence[Parameter], fixed: Sequence[str], folder: Path) -> int:
+    from mprun.sweeps.pool import threads
     from mprun.tuning.outcome import conclude
     from mprun.tuning.study import ended, open_study
-    from mprun.tuning.worker import Worker, environment, work
+    from mprun.tuning.worker import Worker, work
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,8 +89,8 @@ def _work(settings: TuneConfig, space: Sequence[Parameter], fixed: Sequence[str]
     done = len(ended(study))
     keys = ", ".join(part.key for part in space)
     print(f"study {settings.study}: {done} of {settings.trials} trials; {settings.metric} over {keys}; in {folder}")
-    if threads := environment(settings.jobs).get("OMP_NUM_THREADS"):
-        print(f"{settings.jobs} trials at once, each with OMP_NUM_THREADS={threads}")
+    if share := threads(settings.jobs, os.environ).get("OMP_NUM_THREADS"):
+        print(f"{settings.jobs} trials at once, each with OMP_NUM_THREADS={share}")
     stop = None
     try:
         stop = work(worker)

@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from mprun.processes import last_words
+from mprun.sweeps.jobs import first_line, read_result
 from mprun.training.env import from_json
 
-LOG_FILE, RESULT = "run.log", "result.json"
+LOG_FILE = "run.log"
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
@@ -80,6 +82,7 @@ class Child:
     started: float
     asked: str = ""  # why it was asked to stop: "pruned" or "stopped"
     asked_at: float = 0.0
+    gpu: str | None = None
 
     def ask(self, why: str) -> None:
         """Ask the run to save and stop."""
@@ -101,7 +104,7 @@ class Child:
         return True
 
 
-def start(words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> Child:
+def start(words: Sequence[str], folder: Path, environment: Mapping[str, str], gpu: str | None = None) -> Child:
     """Start ``python -m mprun train <words>``; what it prints goes to ``run.log`` in ``folder``, which exists.
 
     The child leads a session of its own, so that the terminal's Ctrl-C reaches it only through its worker. Where the
@@ -113,11 +116,11 @@ def start(words: Sequence[str], folder: Path, environment: Mapping[str, str]) ->
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        env={**os.environ, **environment},
+        env={**os.environ, **environment, **({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})},
         start_new_session=True,
         preexec_fn=_stop_with_parent if _prctl is not None else None,
     )
-    return Child(process, folder, log, time.monotonic())
+    return Child(process, folder, log, time.monotonic(), gpu=gpu)
 
 
 def end_of(folder: Path, code: int | None) -> End:
@@ -128,22 +131,19 @@ def end_of(folder: Path, code: int | None) -> End:
         code: the status of its process as of :class:`subprocess.Popen`; None where nobody knows it.
     """
     if code == 2:
-        return End("refused", last_words(folder / LOG_FILE))  # a result that is there is of an earlier life
-    result = result_of(folder)
+        return End("refused", _said(folder))  # a result that is there is of an earlier life
+    result = read_result(folder)
     if result:
-        return End(str(result.get("status", "failed")), _line(result.get("error")))
+        return End(str(result.get("status", "failed")), first_line(result.get("error")))
     if code is not None and code < 0:
         return End("killed", f"killed by {signal.Signals(-code).name}")
-    return End("failed", last_words(folder / LOG_FILE))
+    return End("failed", _said(folder))
 
 
-def result_of(folder: Path) -> dict[str, Any]:
-    """``result.json``, empty where there is none yet."""
-    try:
-        found = from_json(json.loads((folder / RESULT).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _said(folder: Path) -> str:
+    """The error that a run without a result has printed, in a line."""
+    log = folder / LOG_FILE
+    return first_line(last_words(log).removeprefix("mprun: error: ")) if log.is_file() else ""
 
 
 def value_of(curve: Curve, *, maximize: bool) -> tuple[float | None, str]:
@@ -158,21 +158,6 @@ def value_of(curve: Curve, *, maximize: bool) -> tuple[float | None, str]:
         return None, f"{curve.metric} is {values[-1]} at the end"
     finite = [value for value in values if math.isfinite(value)]
     return (max(finite) if maximize else min(finite)), ""
-
-
-def last_words(log: Path) -> str:
-    """The error that a run without a result has printed, in a line."""
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    except OSError:
-        return ""
-    marked = [line for line in lines if line.startswith("mprun: error:")]
-    return (marked or lines or [""])[-1].removeprefix("mprun: error:").strip()
-
-
-def _line(error: Any) -> str:
-    text = str(error or "").strip().splitlines()
-    return text[0] if text else ""
 
 
 def _load_prctl() -> Any:

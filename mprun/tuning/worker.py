@@ -16,8 +16,8 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 from mprun.errors import ConfigError
 from mprun.report.run_folders import alive
 from mprun.runs import locked, newest_checkpoint
+from mprun.sweeps.jobs import quoted
+from mprun.sweeps.pool import gpus, handlers, threads
 from mprun.tracking.jsonl import METRICS_FILE
 from mprun.tuning.settings import Direction, TuneConfig
 from mprun.tuning.space import Parameter, words_of
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
 POLL_S = 0.1
 # A run that was asked to stop saves first; one that does not get there is ended.
 PATIENCE_S = 120.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 Say = Callable[[str], None]
 
 
@@ -74,7 +75,7 @@ def work(worker: Worker) -> int | None:
     own = worker.folder / WORKERS / worker.name
     own.mkdir(parents=True)
     begin, limit = time.monotonic(), worker.settings.timeout_s
-    with locked(own), _signals(worker):
+    with locked(own), handlers(_stopper(worker)):
         try:
             while True:
                 orphans = recover(worker)
@@ -147,10 +148,10 @@ def begin_trial(worker: Worker, trial: Trial) -> Running:
         words = [f"resume={folder}", *(word for word in worker.fixed if word.startswith("trust="))]
     else:
         folder = worker.folder / str(trial.number)
-        words = [*words_of(worker.fixed, worker.space, trial.params), f"hydra.run.dir={_quoted(folder)}"]
+        words = [*words_of(worker.fixed, worker.space, trial.params), f"hydra.run.dir={quoted(folder)}"]
     folder.mkdir(parents=True, exist_ok=True)
     trial.set_user_attr("folder", folder.name)
-    child = start(words, folder, environment(worker.settings.jobs))
+    child = start(words, folder, threads(worker.settings.jobs, os.environ), free_gpu(worker))
     curve = Curve(folder / METRICS_FILE, str(worker.settings.metric))
     return Running(trial, child, curve, time.time())
 
@@ -161,10 +162,11 @@ def folder_of(folder: Path, trial: Trial | FrozenTrial) -> Path:
     return folder / (name if name.isdigit() else str(trial.number))
 
 
-def environment(jobs: int) -> dict[str, str]:
-    """What several runs at once need: each its share of the cores, unless the user has said how many."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {} if jobs == 1 or "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, cores // jobs))}
+def free_gpu(worker: Worker) -> str | None:
+    """The GPU with the fewest runs of this worker; None where there are fewer than two."""
+    found = gpus(os.environ)
+    used = [running.child.gpu for running in worker.running]
+    return min(found, key=lambda gpu: (used.count(gpu), found.index(gpu)), default=None)
 
 
 def look(worker: Worker, running: Running) -> None:
@@ -254,23 +256,14 @@ def _short(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def _quoted(path: Path) -> str:
-    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-@contextmanager
-def _signals(worker: Worker) -> Iterator[None]:
+def _stopper(worker: Worker) -> Callable[[int, FrameType | None], None]:
     """SIGINT and SIGTERM ask the worker to stop; a second one ends its runs at once."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         if worker.stop is None:
-            worker.stop = number
+            worker.stop = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+            worker.say(f"{signal.Signals(number).name}: the runs save and stop; once more to kill them")
         else:
             worker.killing = True
 
-    before = {number: signal.signal(number, handle) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handle
