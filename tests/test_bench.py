@@ -52,6 +52,7 @@ def cell(model: str, precision: str, top1: list[float], **given: Any) -> dict[st
         "plot_run",
         "fp16_kernels",
         "measure_recipe",
+        "tracking_cost",
     ],
 )
 def test_every_bench_says_how_it_is_used(script):

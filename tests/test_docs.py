@@ -27,7 +27,7 @@ from mprun.tracking import read_metrics
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
     name: ROOT / name
-    for name in ("README.md", "CONTRIBUTING.md", "docs/semantics.md", "docs/metrics.md", "docs/numerics.md", "docs/lesson.md")
+    for name in ("README.md", "CONTRIBUTING.md", "docs/semantics.md", "docs/metrics.md", "docs/numerics.md", "docs/lesson.md", "docs/tracking.md")
 }
 README = PAGES["README.md"].read_text(encoding="utf-8")
 
@@ -315,5 +315,8 @@ def test_a_sweep_has_one_folder(tmp_path):
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    (sweep,) = (tmp_path / "outputs" / "sweeps").iterdir()
-    assert {path.name for path in sweep.iterdir()} == {"0", "1", "multirun.yaml"}
+    (sweep,) = (tmp_path / "outputs" / "sweeps" / "digits-mlp").iterdir()
+    runs = {path.parent for path in sweep.glob("*/config.yaml")}
+    assert {json.loads((run / "env.json").read_text())["config_hash"] for run in runs} == {run.name for run in runs}
+    assert {path.name for path in sweep.iterdir()} == {run.name for run in runs} | {"sweep.json", ".claims"}
+    assert len(runs) == 2

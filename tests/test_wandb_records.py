@@ -316,3 +316,11 @@ def test_a_run_of_the_example_sweep_is_the_agent_s(tmp_path: Path) -> None:
     assert run["config"]["update"]["optimizer"]["lr"] == 0.0003
     assert settings["metric"]["name"] in {key for row in history_of(records) for key in row}
     assert json.loads((run_dir / "result.json").read_text())["wandb"]["id"] == "run12345"
+
+
+def test_the_page_shows_what_the_example_does() -> None:
+    page, settings = (ROOT / "docs" / "tracking.md").read_text(), yaml.safe_load(SWEEP.read_text())
+    (shown,) = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)]
+    assert shown["command"] == settings["command"]
+    assert shown["parameters"].items() <= settings["parameters"].items()
+    assert "`examples/wandb_sweep.yaml`" in page
