@@ -412,6 +412,7 @@ def test_a_study_ends_with_a_recipe_of_its_best_trial(tmp_path: Path) -> None:
     assert list((folder / "workers").iterdir()) == []
 
     # The recipe is the best trial's configuration, whatever else is said there.
+    assert "# Command   mprun recipe=outputs/tune/my-study/best.yaml\n" in (folder / "best.yaml").read_text()
     again = to_plain(compose([f"recipe={folder / 'best.yaml'}"]).config)
     was = to_plain(compose([*TINY, *(f"{key}={value}" for key, value in best.params.items())]).config)
     for key in ("model", "dataset", "precision", "optimizer", "schedule", "train"):

@@ -147,7 +147,7 @@ def write_recipe(path: Path, best: FrozenTrial, words: Sequence[str], settings: 
         "# @package _global_",
         f"# The best trial of the study {settings.study}: {metric} {best.value!r}.",
         "#",
-        f"# Command   mprun recipe={path}" + "".join(f" {word}" for word in trust),
+        f"# Command   mprun {shlex.join([f'recipe={shown_path(path)}', *trust])}",
     ]
     try:
         atomic_write_text(path, "\n".join(head) + "\n" + OmegaConf.to_yaml(node))
