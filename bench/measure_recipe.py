@@ -140,7 +140,7 @@ def of_numbers(metric: str, op: str, values: Sequence[float], least: float | Non
 
 def rounded(value: Any, *, up: bool = False) -> Any:
     """Four decimals of a number between 0.01 and 100, else four significant digits; whole numbers and words as they are."""
-    if not isinstance(value, float) or not math.isfinite(value) or value == 0:
+    if not isinstance(value, float) or not math.isfinite(value) or value.is_integer():
         return value
     digits = 4 if 0.01 <= abs(value) < 100 else 3 - math.floor(math.log10(abs(value)))
     step = 10.0**-digits
