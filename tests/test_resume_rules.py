@@ -40,7 +40,7 @@ KINDS = {
     "fixed": """seed model.name model.source model.kwargs model.init dataset.name dataset.source dataset.task dataset.kwargs
         dataset.augment dataset.mixup dataset.cutmix dataset.limit optimizer.name train.batch_size train.accumulate train.shuffle
         train.drop_last""",
-    "start": "command resume trust",
+    "start": "command resume trust sweep.name sweep.jobs sweep.on_error sweep.new",
     "conditional": """precision.loss_scale.init precision.loss_scale.growth_factor precision.loss_scale.backoff_factor
         precision.loss_scale.growth_interval precision.loss_scale.min precision.loss_scale.max precision.loss_scale.hysteresis
         precision.loss_scale.on_overflow schedule.warmup_frac schedule.final schedule.decay_frac schedule.milestones
@@ -349,7 +349,7 @@ def test_a_job_of_a_sweep_is_a_run_like_any_other(folder, monkeypatch):
     done = call(["-m", *ROWS, "precision=fp32,bf16", "recipe=./mine.yaml", "train.steps=1", "dataset.root=data",
                  "hydra.sweep.dir=many/my_sweep"], folder)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    jobs = sorted(Path("many/my_sweep").glob("*/result.json"))
+    jobs = sorted(Path("many/my_sweep").glob("*/result.json"), key=lambda path: path.stat().st_mtime)
     assert [json.loads(path.read_text())["precision"] for path in jobs] == ["fp32", "bf16"]
     for path in jobs:
         env = json.loads((path.parent / "env.json").read_text())

@@ -506,7 +506,7 @@ def test_a_signal_ends_the_sweep_and_what_was_done_is_kept(number, folder):
     process.send_signal(number)
     out, _ = process.communicate(timeout=100)
     assert process.returncode == 128 + number, out
-    assert "1 interrupted, 1 not run" in out or "1 not run" in out
+    assert "2 runs: 1 interrupted, 1 not run" in out
     result = read_result(run)
     assert result["status"] == "interrupted"
     assert result["checkpoint"]["step"] == result["steps_applied"] > 0
@@ -514,11 +514,10 @@ def test_a_signal_ends_the_sweep_and_what_was_done_is_kept(number, folder):
     process = spawn(["resume", "s", "trust=[tests]"])
     wait_for(lambda: not read_result(run) and trains(run), process)
     process.send_signal(number)
-    process.send_signal(number)
-    time.sleep(0.3)
+    time.sleep(0.2)
     process.send_signal(number)  # a second one kills
     process.communicate(timeout=60)
-    assert process.returncode == 128 + number
+    assert process.returncode in (128 + number, -number), "the second one may find the table being printed"
     assert claim(Path("s"), run.name) is not None, "nothing runs any more"
 
 

@@ -69,6 +69,8 @@ def test_the_wheel_holds_configuration_and_recipes(wheel):
         assert expected <= inside
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "mprun").rglob("*.py")}
     assert modules <= inside
+    assert "hydra_plugins/mprun_sweeps.py" in inside
+    assert "hydra_plugins/__init__.py" not in inside, "other packages have plugins there, too"
     assert not [name for name in inside if name.startswith(("tests/", "bench/", "outputs/"))]
 
 
@@ -98,3 +100,9 @@ def test_recipes_of_the_wheel_are_found(installed, tmp_path):
     done = call([str(installed / "mprun"), "validate", "recipe=digits/resnet_fp16"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "model=resnet" in done.stdout
+
+
+def test_an_installed_copy_sweeps(installed, tmp_path):
+    done = call([str(installed / "mprun"), "-m", *TRAIN, "seed=0,1"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 runs: 2 ok" in done.stdout
