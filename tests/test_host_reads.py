@@ -27,7 +27,7 @@ SYNCHRONISING = {
 
 
 # On the CPU these read memory without an operation that could be counted.
-READERS = ("tolist", "numpy", "__array__", "data_ptr")
+READERS = ("tolist", "numpy", "__array__")
 
 
 class Count(TorchDispatchMode):
