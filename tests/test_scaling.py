@@ -123,3 +123,15 @@ def test_state_survives_a_round_trip_and_a_changed_range():
 def test_scaled_multiplies_only_where_there_is_a_scale(kind):
     rule = LossScale(kind, init=8.0)
     assert rule.scaled(torch.tensor(0.5), rule.start()).item() == (0.5 if kind == "none" else 4.0)
+
+
+@pytest.mark.parametrize("kind", ["none", "static", "dynamic"])
+def test_skips_in_a_row_are_counted_on_after_a_resume(kind):
+    """Patience must not begin anew with every resume, under any kind of scale; another kind is another matter."""
+    rule = LossScale(kind=kind)
+    state = rule.start()
+    for _ in range(3):
+        state = rule.adjust(state, overflow=yes(False), applied=yes(False), failed=yes(True))
+    assert rule.load(rule.save(state)).consecutive_skips.item() == 3
+    other = LossScale(kind="static" if kind == "dynamic" else "dynamic")
+    assert other.load(rule.save(state)).consecutive_skips.item() == 0

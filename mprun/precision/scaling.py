@@ -93,10 +93,14 @@ class LossScale:
         """The state that :meth:`save` wrote, within this rule's limits.
 
         Only a dynamic scale that goes on as a dynamic one is taken over (moved to the border if ``[min, max]`` has changed):
-        what another kind had is no result of a search, so the scale starts from ``init``.
+        what another kind had is no result of a search, so the scale starts from ``init``. Skips in a row are counted on
+        wherever the kind is the same.
         """
         state = self.start(device)
-        if self.kind != "dynamic" or saved["kind"] != "dynamic":
+        if self.kind != saved["kind"]:
+            return state
+        if self.kind != "dynamic":
+            state.consecutive_skips.fill_(saved["consecutive_skips"])
             return state
         scale = min(max(float(saved["scale"]), self.min), self.max)
         values = {**saved, "scale": scale, "hysteresis_left": min(int(saved["hysteresis_left"]), self.hysteresis)}
