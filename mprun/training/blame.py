@@ -57,12 +57,21 @@ def input_overflow(state: TrainState, window: Sequence[Batch]) -> str | None:
     )
 
 
-def explain(state: TrainState, window: Sequence[Batch]) -> str:
+def explain(state: TrainState, window: Sequence[Batch], *, loss_scale: float | None = None) -> str:
     """One clause that names the first non-finite tensor of ``window``: input, weight, forward or backward.
 
     Runs forward and backward again on the current weights; buffers, gradients and random states are put back.
+
+    Args:
+        state: as it is now; it may have gone on since the step in question.
+        window: the micro-batches of the step.
+        loss_scale: the S of the step, which an overflow has lowered since; None for the present one.
     """
     rng = capture_rng()
+    # Not through torch.compile, whose code calls no hooks.
+    state = replace(state, forward=state.model)
+    if loss_scale is not None:
+        state.scale = replace(state.scale, scale=torch.full_like(state.scale.scale, loss_scale))
     try:
         return _explain(state, window)
     finally:
@@ -79,18 +88,23 @@ def _explain(state: TrainState, window: Sequence[Batch]) -> str:
         if not _finite(p):
             return f"the parameter {name} is already NaN or inf"
     buffers = state.start_window()
+    valid = sum((valid_targets(batch.targets, state.task) for batch in window), start=torch.zeros_like(state.applied))
     try:
         for batch in window:
-            if found := _replay(state, batch):
+            if found := _replay(state, batch, valid):
                 return found
+            state.model.zero_grad(set_to_none=True)  # half gradients of several micro-batches are not added up in half
     finally:
         buffers.restore(state.model.modules())
-        state.optimizer.zero_grad(set_to_none=True)
+        state.model.zero_grad(set_to_none=True)
     return "a second pass over the same batch stays finite (random layers differ); no module could be named"
 
 
-def _replay(state: TrainState, batch: Batch) -> str | None:
-    """Forward and backward of one batch with hooks; the clause that names the culprit, or None."""
+def _replay(state: TrainState, batch: Batch, valid: Tensor) -> str | None:
+    """Forward and backward of one micro-batch with hooks; the clause that names the culprit, or None.
+
+    ``valid`` counts the targets of the whole window, by which the step divides.
+    """
     found: list[str] = []
     names = {module: name or "the model" for name, module in state.model.named_modules()}
 
@@ -114,9 +128,7 @@ def _replay(state: TrainState, batch: Batch) -> str | None:
     # first, so what is found is the innermost module that turned finite inputs into a bad output.
     handles = [module.register_forward_hook(after_forward) for module in state.model.modules()]
     try:
-        valid = valid_targets(batch.targets, state.task)
-        # Not through torch.compile, whose code calls no hooks.
-        loss, _ = forward_loss(replace(state, forward=state.model), batch, valid)
+        loss, _ = forward_loss(state, batch, valid)
         if found or not loss.isfinite():
             return found[0] if found else "the model's output is finite, the loss is not: check the targets"
         state.loss_scale.scaled(loss, state.scale).backward()  # type: ignore[no-untyped-call]

@@ -46,7 +46,7 @@ def drain(run: Run) -> None:
             warn(
                 run,
                 f"{rate:.0%} of the last 100 steps overflowed at loss scale {row.loss_scale:g}: "
-                f"{explain(state, entry.fetch(run.data))}",
+                f"{explain(state, entry.fetch(run.data), loss_scale=row.loss_scale)}",
             )
         if row.consecutive_skips >= state.loss_scale.patience:
             _raise_patience(run, row, number, entry)
@@ -88,7 +88,7 @@ def _raise_nonfinite(run: Run, row: StepRow, number: int, entry: Pending) -> Non
             )
     raise NonFiniteError(
         f"step {row.steps_applied + 1} (attempt {number}): {what} at precision={run.state.policy.name}, "
-        f"loss scale {row.loss_scale:g}: {explain(run.state, entry.fetch(run.data))}{advice}"
+        f"loss scale {row.loss_scale:g}: {explain(run.state, entry.fetch(run.data), loss_scale=row.loss_scale)}{advice}"
     )
 
 
@@ -97,7 +97,7 @@ def _raise_patience(run: Run, row: StepRow, number: int, entry: Pending) -> None
     raise LossScaleError(
         f"step {row.steps_applied + 1} (attempt {number}): {row.consecutive_skips} steps in a row were skipped, the last at "
         f"loss scale {row.loss_scale:g}{floor}, which precision.loss_scale.patience={run.state.loss_scale.patience} forbids: "
-        f"{explain(run.state, entry.fetch(run.data))}"
+        f"{explain(run.state, entry.fetch(run.data), loss_scale=row.loss_scale)}"
     )
 
 
