@@ -19,15 +19,10 @@ from torch.optim import Optimizer
 from mprun.config import OptimizerConfig
 from mprun.errors import ConfigError, nearest
 from mprun.training.optim_arguments import read_arguments
+from mprun.training.optim_catalog import REFUSED
 
 # Fused kernels that obey grad_scale and found_inf, with the arguments under which the fused update is not the plain one.
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
-# Optimizers that this loop cannot serve, and why.
-REFUSED = {
-    "lbfgs": "evaluates the loss several times inside one step, which neither loss scaling nor a skipped step can follow",
-    "sparseadam": "takes sparse gradients only",
-    "adahessian": "needs second derivatives, for which the graph would have to be kept",
-}
 # What a constructor or a first step raises when a value makes no sense to it.
 _BAD_VALUE = (
     TypeError,
