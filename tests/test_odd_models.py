@@ -19,6 +19,7 @@ from mprun.cli import main
 from mprun.errors import ConfigError, MprunError, OverrideError, PrecisionError
 from mprun.training import checkpoint
 from mprun.training.blame import dtype_trouble
+from mprun.training.ema import Ema
 from mprun.training.observe import check_plan, observe
 from mprun.training.step import eval_step, train_step
 from tests.conftest import BF16, FP16, SGD, batch
@@ -267,8 +268,23 @@ def test_whatever_a_forward_does_to_a_buffer_is_undone_averaged_and_resumed(make
     assert losses[0] == losses[1]
     assert same(tensors(resumed), tensors(state)), "the resumed run"
     for name, value in state.model.named_buffers():
-        if name in state.ema.shadow and not value.is_floating_point():
+        if name in state.ema.shadow and not (value.is_floating_point() or value.is_complex()):
             assert torch.equal(state.ema.shadow[name], value), "copied, not averaged"
+
+
+def test_complex_weights_are_averaged_like_real_ones(make_state):
+    """A complex number is a pair of real ones; a copy would be no average."""
+    start, moved = (
+        torch.complex(torch.ones(3, 2), torch.zeros(3, 2)),
+        torch.complex(torch.zeros(3, 2), torch.ones(3, 2)),
+    )
+    for shape in (lambda t: t, lambda t: t.T, lambda t: t.conj().conj_physical(), lambda t: t.to(torch.complex128)):
+        ema = Ema([("w", shape(start))], decay=0.75, warmup=False, device=torch.device("cpu"))
+        ema.update([("w", shape(moved))], torch.tensor(False))
+        assert torch.equal(ema.shadow["w"], shape(start))
+        ema.update([("w", shape(moved))], torch.tensor(True))
+        expected = torch.complex(torch.full((3, 2), 0.75), torch.full((3, 2), 0.25))
+        assert torch.equal(ema.shadow["w"], shape(expected).to(torch.complex64))
 
 
 def test_the_average_takes_over_a_buffer_that_appears_or_grows(make_state):
@@ -359,6 +375,20 @@ def test_evaluation_that_begins_to_write_later_is_named(make_state):
     state = make_state(seeded(Late), **keys({}))
     with pytest.raises(ConfigError, match=r"evaluation wrote to the buffer q, but not in its first batch"):
         eval_step(state, state.policy, [WINDOW, WINDOW])
+
+
+def test_evaluation_that_writes_past_the_version_counter_moves_nothing(make_state):
+    """``buffer.data.add_()`` is an old habit, and leaves no trace in the tensor's version."""
+
+    class Data(Buffered):
+        def touch(self, mean: Tensor) -> None:
+            self.q.data.add_(1)
+
+    state = make_state(seeded(Data), **keys({}))
+    before = state.model.q.clone()
+    for batches in (1, 3):
+        eval_step(state, state.policy, [WINDOW] * batches)
+        assert torch.equal(state.model.q, before)
 
 
 # --- state beside tensors -------------------------------------------------------------------------------------------------

@@ -45,6 +45,11 @@ class Kept:
         now = self.tensor
         return now is not None and (now._version > self.version or _address(now) != self.address)
 
+    @property
+    def differs(self) -> bool:
+        """Whether a tensor that was not :attr:`written` has other values than the copy. Waits for the device."""
+        return self.tensor is not None and self.value is not None and not torch.equal(self.tensor, self.value)
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -79,9 +84,13 @@ class Snapshot:
             {m: copy.deepcopy(m.get_extra_state()) for m in modules if has_extra_state(m)},
         )
 
-    def changed(self) -> set[tuple[nn.Module, str]]:
-        """Buffers and watched parameters whose tensor was written to since, in place."""
-        return {key for key, kept in self._tensors() if kept.written}
+    def changed(self, *, by_value: bool = False) -> set[tuple[nn.Module, str]]:
+        """Buffers and watched parameters whose tensor was written to since, in place.
+
+        Versions tell, and the host reads nothing. A write through ``.data`` leaves no trace in them: ``by_value`` compares
+        values as well, and waits for the device. (NaN differs from itself and counts as written.)
+        """
+        return {key for key, kept in self._tensors() if kept.written or (by_value and kept.differs)}
 
     @torch.no_grad()
     def restore(self, modules: Iterable[nn.Module]) -> None:

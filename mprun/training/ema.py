@@ -4,6 +4,7 @@
 up (n counts updates), so that the first average is not the initial weights. In half precision the increment
 ``(1 - d) * difference`` would round to nothing, so the shadow is float32 whatever the model is, and it is fed from the
 master parameters. Floating-point buffers are averaged too; integer and bool buffers (``num_batches_tracked``) are copied.
+A complex number is a pair of real ones.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Ema:
             decay = torch.minimum(decay, (1 + n) / (10 + n))
         weight = (1 - decay).float()
         held = (~applied).float()
-        pairs = self._pairs(named)
+        pairs = [(_real(s), _real(t)) for s, t in self._pairs(named)]
         for shadow, tensor in pairs:
             if not shadow.is_floating_point():
                 torch.where(applied, tensor, shadow, out=shadow)
@@ -91,7 +92,14 @@ class Ema:
 
 
 def _fp32(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.resolve_conj().to(torch.complex64)
     return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex tensor as the pairs of float32 numbers that it is made of, in the same memory."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -131,6 +131,7 @@ class TrainState:
         """Put buffers, written parameters and extra state back at the end.
 
         Values are copied only of what the first pass was seen to write to; of the rest the tensors themselves are put back.
+        The first pass waits for the device, once for each buffer.
         """
         known = None if self.model.training else self.written_in_eval
         before = Snapshot.take(
@@ -141,7 +142,7 @@ class TrainState:
         try:
             yield
         finally:
-            changed = before.changed()
+            changed = before.changed(by_value=known is None and not self.model.training)
             before.restore(list(self.model.modules()))
         if known is None:
             self.written_in_eval = self.written_in_eval if self.model.training else changed
