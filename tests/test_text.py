@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from mprun.cli import main
 from mprun.config import Config, DatasetConfig, Task, TrainConfig
 from mprun.data import build_data
-from mprun.data.text import IGNORE, TextData, python_docs, text, text_data, text_set
+from mprun.data.base import IGNORE
+from mprun.data.text import TextData, python_docs, text, text_data, text_set
 from mprun.errors import ConfigError
 from tests.test_data import equal, global_state
 from tests.test_host_reads import Count

@@ -24,6 +24,8 @@ from mprun.config import Task
 if TYPE_CHECKING:
     from torch import Tensor
 
+IGNORE = -100  # the label that the loss leaves out; torch's own default
+
 
 @dataclass(frozen=True)
 class DataSpec:
@@ -56,7 +58,7 @@ class Batch:
 
     Attributes:
         inputs: a tensor (B, ...), or tensors nested in tuples, lists and dicts.
-        targets: (B, ...), int64 labels (-100 is ignored by the loss), class probabilities (B, classes), or float
+        targets: (B, ...), int64 labels (``IGNORE``, -100, is left out by the loss), class probabilities (B, classes), or float
             values of a regression.
         ids: (B,), int64, always on the CPU: which samples these are, counted in the training (or validation) set.
     """

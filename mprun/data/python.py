@@ -37,7 +37,7 @@ from mprun.signatures import import_target
 # More outputs than this are a label that means something else, such as an id or a hash.
 MOST_CLASSES = 10**7
 
-Address = tuple[str, int, int]  # (stream, epoch, sample index)
+SampleAddress = tuple[str, int, int]  # (stream, epoch, sample index)
 
 
 @contextmanager
@@ -67,7 +67,7 @@ class SeededSamples(Dataset[Any]):
         self.seed = seed
         self.where = where
 
-    def __getitems__(self, addresses: Sequence[Address]) -> list[tuple[int, Any]]:
+    def __getitems__(self, addresses: Sequence[SampleAddress]) -> list[tuple[int, Any]]:
         """Load a batch; the loader prefers this over ``__getitem__``, and one save and restore serves all of it.
 
         Returns:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mprun.config import Task
+from mprun.data.base import IGNORE
 from mprun.errors import ConfigError
 
-IGNORED = -100
 # How far a row of class probabilities may be from the sum 1: half precision and label smoothing by hand stay within it.
 SUM_TOLERANCE = 0.01
 
@@ -50,13 +50,13 @@ def _check_labels(labels: Tensor, ids: Tensor, *, num_classes: int, where: str) 
         low, high = (int(v) for v in labels.aminmax())
     if low >= 0 and high < num_classes:
         return
-    bad = (labels != IGNORED) & ((labels < 0) | (labels >= num_classes))
+    bad = (labels != IGNORE) & ((labels < 0) | (labels >= num_classes))
     if not bad.any():
         return
     rows = bad.reshape(len(ids), -1).any(1)
     raise ConfigError(
         f"{where}: label {int(labels[bad][0])} of sample {int(ids[rows][0])} is not legal: labels are 0 to {num_classes - 1} "
-        f"({num_classes} classes), or {IGNORED} for a target to leave out"
+        f"({num_classes} classes), or {IGNORE} for a target to leave out"
     )
 
 

@@ -23,11 +23,9 @@ import torch
 from torch import Tensor
 
 from mprun.config import Config, Task
-from mprun.data.base import Batch, DataSpec, subseed
+from mprun.data.base import IGNORE, Batch, DataSpec, subseed
 from mprun.data.sampler import Sampler
 from mprun.errors import ConfigError
-
-IGNORE = -100  # the target that the loss leaves out
 
 
 @dataclass(frozen=True)

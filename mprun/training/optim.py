@@ -21,7 +21,7 @@ from mprun.errors import ConfigError, nearest
 from mprun.training.optim_arguments import read_arguments
 from mprun.training.optim_catalog import REFUSED
 
-# Fused kernels that obey grad_scale and found_inf, with the arguments under which the fused update is not the plain one.
+# Fused kernels that obey grad_scale and found_inf.
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 # What a constructor or a first step raises when a value makes no sense to it.
 _BAD_VALUE = (

@@ -15,14 +15,13 @@ import torch
 
 from mprun.config import OptimizerConfig
 from mprun.errors import ConfigError, nearest
+from mprun.training.optim_catalog import OWN_KEYS
 
 # Arguments that mean nothing in this loop.
 REFUSED_KWARGS = {
     "differentiable": "is for gradients through the optimizer itself, which nothing here asks for",
     "capturable": "is for steps inside a CUDA graph, and no graph is captured",
 }
-# Keys of the config that are arguments too: given in optimizer.kwargs they would compete with their own key.
-OWN_KEYS = ("lr", "weight_decay", "momentum", "betas", "eps", "fused", "params")
 
 
 def read_arguments(config: OptimizerConfig, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
@@ -46,8 +45,8 @@ def read_arguments(config: OptimizerConfig, parameters: Mapping[str, inspect.Par
         raise ConfigError(f"optimizer.weight_decay={config.weight_decay}: {config.name} takes none; set it to 0")
     for key, value in config.kwargs.items():
         where = f"optimizer.kwargs.{key}"
-        pair = key == "eps" and key in parameters and isinstance(parameters[key].default, tuple)  # torch's Adafactor
-        if key in OWN_KEYS and not pair:
+        number = key == "eps" and not (key in parameters and isinstance(parameters[key].default, tuple))
+        if key in OWN_KEYS or number:  # torch's Adafactor takes a pair, which can only be given here
             raise ConfigError(f"{where}: set optimizer.{key} instead, it is a key of its own")
         if key not in parameters:
             raise ConfigError(f"{where} is no argument of {config.name}: {nearest(key, list(parameters))}")

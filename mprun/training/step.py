@@ -25,14 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mprun.config import Task
-from mprun.data.base import Batch
+from mprun.data.base import IGNORE, Batch
 from mprun.errors import ConfigError
 from mprun.precision.policy import PrecisionPolicy, map_tensors
 from mprun.training.result import StepResult, Verdict
 from mprun.training.state import TrainState
 from mprun.training.targets import check_output
-
-IGNORE = -100
 
 
 def train_step(state: TrainState, window: Sequence[Batch]) -> StepResult:
@@ -179,7 +177,7 @@ def summed_loss(
         output, targets = output.flatten(0, -2), targets.flatten()
     if not targets.is_floating_point():
         targets = targets.long()  # int32 labels are labels too
-    total = F.cross_entropy(output, targets, reduction="sum", label_smoothing=label_smoothing)
+    total = F.cross_entropy(output, targets, reduction="sum", ignore_index=IGNORE, label_smoothing=label_smoothing)
     labels = targets.argmax(1) if targets.is_floating_point() else targets
     return total, (output.detach().argmax(1) == labels).sum()
 
