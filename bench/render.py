@@ -222,7 +222,9 @@ def markdown_commands() -> str:
     """The commands that exist, as the command line itself lists them."""
     from mprun.cli import COMMANDS
 
-    return markdown_table(("`mprun ...`", "does"), [(f"`{name}`", text) for name, text in COMMANDS.items()])
+    return markdown_table(
+        ("`mprun ...`", "does"), [(f"`{name}`", text.replace("|", "\\|")) for name, text in COMMANDS.items()]
+    )
 
 
 def markdown_tree() -> str:

@@ -8,7 +8,9 @@ printed once, as one block, without a traceback; the exit status is 2 where noth
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -21,7 +23,7 @@ COMMANDS = {
     "table": "results of a sweep or of any runs: table [FOLDER ...] --by seed --sort -val/top1 --format csv",
     "plot": "a picture of them: plot [FOLDER ...] --kind curves|parallel --metric val/loss --out FILE.png|svg|html",
     "tune": "searches hyperparameters with Optuna: tune KEY=interval(LOW,HIGH) ... tune.trials=20",
-    "rerun": "a past run again, after what has changed since: rerun RUN | latest, with --dry only that",
+    "rerun": "a past run again, after saying what has changed since: rerun RUN | latest; --dry only says it",
     "resume": "goes on with a run or a sweep: resume RUN | SWEEP | latest",
     "cp": "a copy of a recipe to change: cp RECIPE FILE",
     "env": "this machine: device, dtypes, CPU kernels, versions",
@@ -31,8 +33,8 @@ COMMANDS = {
     "estimate": "memory by category, module and batch, before a run; measured beside predicted after one",
 }
 
-# Commands with a help of their own: mprun table --help.
-OWN_HELP = ("table", "plot", "tune")
+# Commands with a help of their own, their module's docstring: mprun table --help.
+OWN_HELP = ("verify", "table", "plot", "tune", "rerun", "resume", "validate", "estimate")
 
 # Hydra's own flags: these are handed to Hydra as they are.
 HYDRA_FLAGS = {
@@ -56,6 +58,8 @@ examples
   mprun list precision                        what can follow precision=
   mprun show precision=fp16_static            the whole configuration, with every key
 
+More: mprun COMMAND --help, for {own}.
+
 Hydra's flags work as well: -m/--multirun, --cfg job, --info, --shell-completion, --hydra-help.
 """
 
@@ -72,9 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if any(word in ("-h", "--help") for word in words):
             if words[0] in OWN_HELP:
-                print(import_module(f"mprun.commands.{words[0]}").HELP, end="")
+                print((import_module(f"mprun.commands.{words[0]}").__doc__ or "").replace("``", "").strip())
                 return 0
-            print(HELP.format(commands="\n".join(f"  {name:<10}{text}" for name, text in COMMANDS.items())), end="")
+            print(help_text(shutil.get_terminal_size().columns), end="")
             return 0
         if "--version" in words:
             from mprun import __version__
@@ -98,6 +102,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has gone; nothing is left to say. Keep Python from complaining while it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def help_text(width: int) -> str:
+    """What ``mprun --help`` prints, the list of commands wrapped at ``width`` cells."""
+    lines = [
+        textwrap.fill(
+            f"  {name:<10}{text}",
+            max(width, 40),
+            subsequent_indent=" " * 12,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for name, text in COMMANDS.items()
+    ]
+    return HELP.format(commands="\n".join(lines), own=", ".join(OWN_HELP))
 
 
 def split(words: Sequence[str]) -> tuple[str, list[str]]:

@@ -19,8 +19,8 @@ from mprun.commands.plot import VALUED as plot_flags
 from mprun.commands.table import VALUED as table_flags
 from mprun.report.run_folders import find_runs, flatten, natural, read_run, short_names
 from mprun.report.runs_query import in_order, matches
-from mprun.report.runs_table import Spread, build_table, differing, short, token
-from mprun.report.table_text import shown, terminal
+from mprun.report.runs_table import RunsTable, Spread, build_table, differing, short, token
+from mprun.report.table_text import cell, shown, terminal
 from mprun.runs import locked
 
 REASON = "NonFiniteError: step 3 (attempt 13): the loss is nan at precision=fp32, loss scale 1\nsecond line"
@@ -431,3 +431,12 @@ def test_colours_are_for_terminals_that_want_them(sweep):
 
 def test_an_output_without_unicode_is_no_error(sweep):
     assert "0.5100 ? 0.0100" in process("table", sweep, "--by", "seed", PYTHONIOENCODING="ascii").stdout
+
+
+def test_a_long_run_keeps_the_end_of_its_path() -> None:
+    """The jobs of a sweep share the beginning of their paths: cut at the right they would all read the same."""
+    table = RunsTable([], ["run"], {}, [])
+    names = [f"sweeps/digits-mlp/20261130-153945-ed38e7/{job}" for job in ("3b4622af9444", "8b4f4645e24e")]
+    cells = [cell(table, {"run": name}, "run", most=24) for name in names]
+    assert cells == ["…" + name[-23:] for name in names]
+    assert cell(table, {"run": "short"}, "run", most=24) == "short"

@@ -37,7 +37,6 @@ from mprun.tracking.jsonl import METRICS_FILE, read_metrics
 if TYPE_CHECKING:
     from mprun.report.curves import Curve
 
-HELP = (__doc__ or "").replace("``", "")  # what mprun plot --help prints
 KINDS = ("curves", "parallel")
 PROGRESS = ("step", "epoch", "time")
 BANDS = ("minmax", "std", "none")

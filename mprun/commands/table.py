@@ -1,7 +1,7 @@
 """``mprun table [FOLDER ...]``: the results of a sweep, or of any runs, from their folders alone.
 
     mprun table                                  every run below outputs/
-    mprun table outputs/sweeps/<stamp>           a sweep: one row a run, a column for each key that differs
+    mprun table outputs/sweeps/<name>/<stamp>    a sweep: one row a run, a column for each key that differs
     mprun table --by seed                        mean ± standard deviation over the seeds
     mprun table --sort -val/top1 --limit 10      the ten best
     mprun table --filter precision=bf16,fp32 --filter status=ok
@@ -24,7 +24,6 @@ from mprun.report.run_folders import RunRow, find_runs, read_run
 from mprun.report.runs_query import by_keys, chosen, in_order, keys_of, resolve
 from mprun.report.runs_table import RunsTable, all_keys, build_table, headings_of
 
-HELP = (__doc__ or "").replace("``", "")  # what mprun table --help prints
 FORMATS = ("terminal", "markdown", "csv", "json")
 VALUED = ("--sort", "--columns", "--by", "--format", "--filter", "--limit")
 

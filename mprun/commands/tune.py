@@ -39,7 +39,6 @@ from mprun.runs import OUTPUTS, slug
 from mprun.tuning.settings import PREFIX, TuneConfig, completed, read_settings
 from mprun.tuning.space import Parameter, idle_keys, key_of, split_space
 
-HELP = (__doc__ or "").replace("``", "")  # what mprun tune --help prints
 FOLDER = "tune"
 
 

@@ -109,6 +109,10 @@ def cell(table: RunsTable, row: Row, key: str, *, most: int) -> str:
     """The text of one cell. A null of the configuration is a value, other than what a run has not."""
     if key in table.config_keys and key in row and row[key] is None:
         return "null"
+    text = shown(row.get(key), key)
+    if key == "run" and cell_len(text) > most:
+        # The end of a run's path is what tells it from others.
+        return "…" + text[-(most - 1) :]
     return shown(row.get(key), key, most=most)
 
 
