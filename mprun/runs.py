@@ -12,8 +12,9 @@ from __future__ import annotations
 import errno
 import os
 import re
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mprun.errors import CheckpointError
@@ -129,6 +130,26 @@ def locked(folder: Path) -> Iterator[None]:
         if handle in _held:
             _held.discard(handle)
             os.close(handle)
+
+
+@contextmanager
+def turn(folder: Path, seconds: float = 120.0) -> Iterator[None]:
+    """Be the only process on this disk that does something in ``folder``; waits for the others.
+
+    Raises:
+        CheckpointError: another one had it all the time.
+    """
+    end = time.monotonic() + seconds
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(locked(folder))
+                break
+            except CheckpointError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.05)
+        yield
 
 
 _held: set[int] = set()

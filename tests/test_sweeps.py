@@ -20,11 +20,23 @@ from mprun.cli import main
 from mprun.compose import compose, compose_node, prepare
 from mprun.config_check import to_plain
 from mprun.errors import CheckpointError, ConfigError
-from mprun.report.run_folders import read_run
-from mprun.sweeps.folder import EARLIER, Job, Sweep, claim, newest_with, read_sweep, release, running_pids, write_pid
-from mprun.sweeps.jobs import FRESH, RESUME, Outcome, Running, finish, read_result, state_of
+from mprun.report.run_folders import find_runs, read_run
+from mprun.sweeps.batch import launch
+from mprun.sweeps.folder import (
+    EARLIER,
+    Job,
+    Sweep,
+    claim,
+    newest_with,
+    read_sweep,
+    release,
+    running_pids,
+    save_first,
+    write_pid,
+)  # fmt: skip
+from mprun.sweeps.jobs import FRESH, RESUME, Outcome, Running, failed_since, finish, read_result, refused, state_of
 from mprun.sweeps.plan import default_name, expand, hash_of, identity, plan, planned
-from mprun.sweeps.pool import Pool, _free_gpu, gpus, lines_of, threads
+from mprun.sweeps.pool import Pool, _free_gpu, gpus, lines_of, run_pool, threads
 from mprun.training.env import config_hash
 from tests.case_code import ROWS
 
@@ -315,6 +327,84 @@ def test_a_status_of_the_run_s_own_stays(folder):
     ):  # fmt: skip
         outcome = finish(sweep, running)
     assert (outcome.status, outcome.reason) == ("oom", "out of memory")
+
+
+def refused_by_subdir(sweep: Sweep) -> list[Job]:
+    return list(planned(sweep, ["hydra.sweep.subdir=x"]))
+
+
+def test_jobs_that_share_a_folder_but_no_configuration_are_refused_and_not_lost(folder):
+    sweep = Sweep(folder, (), jobs_of("model=mlp", "seed=1,2"))
+    first, second = refused_by_subdir(sweep)
+    assert (first.folder, first.error) == ("x", "")
+    assert (second.hash, second.same_as) == ("", None)
+    assert "seed=2: hydra.sweep.subdir gives it the folder of job 1, x" in second.error
+    assert refused_by_subdir(read_sweep(folder)) == [first, second], "the same when it is issued again"
+
+
+def test_a_refusal_that_no_longer_holds_is_no_row_of_the_table(folder):
+    sweep = Sweep(folder, (), [Job(1, ("model=new",), ("model=new",))])
+    (bad,) = planned(sweep, [])
+    refused(sweep, bad)
+    assert [row.status for row in map(read_run, find_runs([str(folder)]))] == ["failed"]
+    # As if somebody had made the option meanwhile.
+    sweep = Sweep(folder, (), [Job(1, ("model=new",), ("model=mlp",))])
+    (good,) = planned(sweep, [])
+    assert good.hash
+    with pytest.raises(ConfigError, match="no run lies in this folder"):
+        find_runs([str(folder)])
+    (kept,) = (folder / EARLIER).glob("refused-*/error.txt")
+    assert "new" in kept.read_text()
+
+
+def test_a_job_that_fails_in_another_process_meanwhile_is_not_run_a_second_time(folder):
+    sweep = Sweep(folder, (), [Job(1, ("seed=1",), ("no.such.key=1",), "abc", "abc")])
+    sweep.save()
+    (folder / "abc").mkdir()
+    (folder / "abc/result.json").write_text(json.dumps({"status": "failed", "error": "MprunError: broken"}))
+    os.utime(folder / "abc/result.json", (time.time() + 5, time.time() + 5))
+    pool = run_pool(sweep, iter(sweep.jobs), width=1, on_error_stop=False)
+    assert [(outcome.status, outcome.reason) for outcome in pool.outcomes] == [("failed", "broken")]
+    assert pool.failed
+    assert not (folder / "abc/job.log").exists(), "no process was started"
+    handle = claim(folder, "abc")
+    assert handle is not None
+    release(handle)
+
+
+@pytest.mark.parametrize(("status", "seconds"), [("failed", -5), ("interrupted", 5), ("ok", 5)])
+def test_a_job_that_failed_earlier_or_was_stopped_elsewhere_has_not_had_its_turn(status, seconds, folder):
+    (folder / "result.json").write_text(json.dumps({"status": status}))
+    now = time.time()
+    os.utime(folder / "result.json", (now + seconds, now + seconds))
+    assert not failed_since(folder, now)
+
+
+def test_two_processes_that_begin_the_same_sweep_at_once_begin_one(folder):
+    first, second, changed = (
+        Sweep(folder / "outputs/sweeps/x" / name, ("seed=1,2",), [Job(1, ("seed=1",), (), digest, digest)])
+        for name, digest in (("a", "abc"), ("b", "abc"), ("c", "abd"))
+    )
+    assert save_first(first, None) is None
+    other = save_first(second, None)
+    assert other is not None
+    assert other.folder == first.folder
+    assert not second.folder.exists()
+    assert save_first(changed, None) is None, "the words mean something else by now"
+    assert save_first(second, changed.folder) is None
+
+
+def test_a_batch_may_repeat_a_job_of_an_earlier_batch(folder):
+    sweep = Sweep(folder, ())
+    words = [*PLAIN, "seed=1"]
+    job = plan(Job(1, tuple(words), tuple(words)), sweep.id)
+    sweep.jobs = [job]
+    sweep.save()
+    (folder / job.folder).mkdir()
+    (folder / job.folder / "result.json").write_text(json.dumps({"status": "ok", "best": {"value": 0.5}}))
+    config = compose_node([f'hydra.sweep.dir="{folder}"'])
+    (again,) = launch(config, [words], 1)
+    assert again.return_value == 0.5
 
 
 def test_a_damaged_sweep_file_is_told(folder):

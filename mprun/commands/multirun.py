@@ -25,7 +25,7 @@ from mprun.config_check import RANGES
 from mprun.errors import CheckpointError, ConfigError
 from mprun.report.summary import shown_path
 from mprun.runs import SWEEP_FILE
-from mprun.sweeps.folder import Job, Sweep, newest_with, read_sweep, stop_file
+from mprun.sweeps.folder import Job, Sweep, newest_with, read_sweep, save_first, stop_file
 from mprun.sweeps.jobs import finished
 from mprun.sweeps.plan import expand, identity, key_of, new_folder, plan, planned, refuse
 from mprun.sweeps.pool import cores, run_pool
@@ -115,6 +115,7 @@ def _which(ready: Sequence[str], base: DictConfig, jobs: list[Job], folder: Path
             )
     elif explicit is None and not base.sweep.new:
         old = newest_with(words)
+    before = old.folder if old else None
     place = explicit or (old.folder if old else new_folder(base, jobs))
     # The first job tells whether the words still mean what they meant; the others are composed one by one.
     jobs[0] = plan(jobs[0], Sweep(place, ()).id, _where(ready))
@@ -126,7 +127,11 @@ def _which(ready: Sequence[str], base: DictConfig, jobs: list[Job], folder: Path
         old, place = None, new_folder(base, jobs)
         jobs[0] = plan(jobs[0], Sweep(place, ()).id, _where(ready))
     if old is None:
-        return Sweep(place, words, jobs, {"created": datetime.now(UTC).isoformat(timespec="seconds")}), False
+        fresh = Sweep(place, words, jobs, {"created": datetime.now(UTC).isoformat(timespec="seconds")})
+        if explicit is None and not base.sweep.new:
+            old = save_first(fresh, before)
+        if old is None:
+            return fresh, False
     known = {job.swept: job for job in old.jobs if job.hash}
     trust = [word for word in ready if key_of(word) == "trust"]
     old.jobs = [_trusted(known[job.swept], job.number, trust) if job.swept in known else job for job in jobs]

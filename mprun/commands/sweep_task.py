@@ -27,6 +27,7 @@ from mprun.compose_errors import check_words, translate
 from mprun.errors import ConfigError, MprunError, report
 from mprun.options import list_recipes, read_recipe, tree
 from mprun.report.run_folders import alive
+from mprun.runs import SWEEP_FILE
 from mprun.sweeps.folder import Job, Sweep, claim, read_sweep, release, running_pids, set_aside, stop_file
 from mprun.sweeps.jobs import (
     DONE,
@@ -34,6 +35,7 @@ from mprun.sweeps.jobs import (
     Outcome,
     Running,
     done,
+    failed_since,
     finish,
     record_failure,
     refused,
@@ -57,6 +59,7 @@ class Task:
         on_error_stop: no further job begins once one has failed.
         raises: a failed job is an error to the sweeper, which is not ours.
         recipes: files of recipes, which only a process that has read them knows.
+        begun: when the sweep was issued, in seconds by the clock of its file system.
     """
 
     sweep: str
@@ -64,6 +67,7 @@ class Task:
     on_error_stop: bool
     raises: bool
     recipes: tuple[str, ...]
+    begun: float
 
     def __call__(self, node: DictConfig) -> float | None:
         """Run a job unless it is done. Returns the best value of its metric."""
@@ -94,6 +98,9 @@ class Task:
             outcome = done(sweep, job)
             say(sweep, job, "done before", outcome)
             return outcome
+        if failed_since(sweep.path(job), self.begun):  # in another process that was issued the same sweep
+            release(handle)
+            return done(sweep, job)
         say(sweep, job, "started")
         if self.in_process:
             outcome = _here(sweep, job, node, handle)
@@ -219,6 +226,7 @@ def composed_of(node: DictConfig, words: Sequence[str] | None = None) -> tuple[C
 
 def through_hydra(now: Sweep, ready: Sequence[str], base: DictConfig) -> int:
     """Let Hydra's sweeper and launcher run the jobs. Returns the signal that stopped them, or 0."""
+    begun = (now.folder / SWEEP_FILE).stat().st_mtime
     grid = base.hydra.sweeper._target_ == GRID
     if grid:
         for _ in planned(now, [word for word in ready if key_of(word) == "hydra.sweep.subdir"]):
@@ -235,6 +243,7 @@ def through_hydra(now: Sweep, ready: Sequence[str], base: DictConfig) -> int:
         on_error_stop=base.sweep.on_error.name == "stop",
         raises=not grid,
         recipes=tuple(name for value in files for name in value.split(",") if name.endswith((".yaml", ".yml"))),
+        begun=begun,
     )
     stopped = 0
 

@@ -14,7 +14,7 @@ from mprun.compose import prepare, recorded
 from mprun.errors import MprunError
 from mprun.runs import SWEEP_FILE
 from mprun.sweeps.folder import Job, Sweep, read_sweep
-from mprun.sweeps.jobs import DONE, Outcome, state_of
+from mprun.sweeps.jobs import DONE, Outcome, done, state_of
 from mprun.sweeps.plan import key_of, planned
 from mprun.sweeps.pool import run_pool
 
@@ -58,7 +58,9 @@ def launch(config: Any, batches: Sequence[Sequence[str]], first: int) -> list[An
         raise SystemExit(128 + pool.signal)
     returns = []
     for job in sweep.jobs[first:]:
-        outcome = by_number.get(job.same_as or job.number, Outcome(job, "not run"))
+        outcome = by_number.get(job.same_as or job.number)
+        if outcome is None:  # of an earlier batch, or stopped before it began
+            outcome = done(sweep, job) if job.same_as is not None else Outcome(job, "not run")
         ret = JobReturn(overrides=list(batches[job.number - first - 1]))
         ret.status = JobStatus.COMPLETED if outcome.status == "ok" else JobStatus.FAILED
         ret.return_value = outcome.value if outcome.status == "ok" else MprunError(outcome.reason or outcome.status)

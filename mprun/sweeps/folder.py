@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mprun.errors import CheckpointError
-from mprun.runs import LOCK_FILE, OUTPUTS, SWEEP_FILE, slug
+from mprun.runs import LOCK_FILE, OUTPUTS, SWEEP_FILE, slug, turn
 from mprun.training.env import atomic_write_json
 
 try:
@@ -134,6 +134,29 @@ def newest_with(words: Sequence[str], outputs: Path | None = None) -> Sweep | No
         if sweep.words == tuple(words):
             found.append(sweep)
     return max(found, key=lambda sweep: (str(sweep.about.get("created")), sweep.folder.name), default=None)
+
+
+def save_first(sweep: Sweep, before: Path | None) -> Sweep | None:
+    """Save a new sweep below ``outputs/sweeps``, unless the same one has just been begun by another process.
+
+    Args:
+        sweep: its first job is composed.
+        before: the folder of an earlier sweep with the same words that is not to be gone on with.
+
+    Returns:
+        The other process's sweep; None if ``sweep`` was saved.
+    """
+    place = Path(OUTPUTS, SWEEPS)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot create {place}: {error.strerror}") from error
+    with turn(place):
+        other = newest_with(sweep.words)
+        if other is not None and other.folder != before and other.jobs and other.jobs[0].hash == sweep.jobs[0].hash:
+            return other
+        sweep.save()
+    return None
 
 
 def claim(sweep: Path, name: str) -> int | None:

@@ -98,6 +98,13 @@ def state_of(folder: Path) -> str:
     return RESUME if cut_off else FRESH
 
 
+def failed_since(folder: Path, moment: float) -> bool:
+    """Whether a job has failed after ``moment`` (seconds, by the clock of the file system), so that it has had its turn."""
+    mark, status = _mark(folder), read_result(folder).get("status")
+    late = mark is not None and mark[1] > moment * 1e9
+    return late and status not in (None, "ok", "interrupted") and state_of(folder) == FRESH
+
+
 def finished(sweep: Sweep) -> bool:
     """Whether every job of the sweep has ended well."""
     return bool(sweep.jobs) and all(job.hash and state_of(sweep.path(job)) == DONE for job in sweep.jobs)

@@ -11,6 +11,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from mprun.compose import Composed, check, check_words, compose, recorded
 from mprun.config_check import to_plain
 from mprun.errors import ConfigError, MprunError
 from mprun.resume import idle_reason
-from mprun.sweeps.folder import Job, Sweep
+from mprun.sweeps.folder import Job, Sweep, set_aside
 from mprun.training.env import config_hash
 
 # Words that say where or how a sweep runs, not what it consists of.
@@ -121,16 +122,22 @@ def planned(sweep: Sweep, hydra_words: Sequence[str]) -> Iterator[Job]:
 
     Args:
         sweep: its jobs may be composed in part already.
-        hydra_words: the words that say which folder a job gets, if any.
+        hydra_words: the words that say which folder a job gets, if any. A job whose folder is that of an earlier job with
+            another configuration is refused.
     """
-    seen: dict[str, int] = {}
+    seen: dict[str, Job] = {}
     for index in range(len(sweep.jobs)):
         job = sweep.jobs[index]
         if not job.hash:
             job = plan(job, sweep.id, hydra_words)
         if job.hash:
-            first = seen.setdefault(job.folder, job.number)
-            job = replace(job, same_as=first if first != job.number else None)
+            _forget_refusal(sweep, job)
+            first = seen.setdefault(job.folder, job)
+            if first.hash != job.hash:
+                taken = f"hydra.sweep.subdir gives it the folder of job {first.number}, {job.folder}: leave it out"
+                job = _refused(job, f"ConfigError: {job.label}: {taken}")
+            else:
+                job = replace(job, same_as=first.number if first.number != job.number else None)
         if job != sweep.jobs[index]:
             sweep.jobs[index] = job
             sweep.save()
@@ -153,14 +160,30 @@ def plan(job: Job, group: str, hydra_words: Sequence[str] = ()) -> Job:
             composed = compose([*job.words, *hydra_words])
             plain = to_plain(composed.config)
     except MprunError as error:
-        text = f"{type(error).__name__}: {error}"
-        digest = hashlib.sha256(json.dumps(job.words).encode()).hexdigest()[:12]
-        return replace(job, hash="", folder=f"refused-{digest}", error=text)
+        return _refused(job, f"{type(error).__name__}: {error}")
     words = job.words
     if composed.config.tracking.group is None:
         words = (*(word for word in words if key_of(word) != "tracking.group"), f"tracking.group={group}")
     digest = config_hash(plain)
     return replace(job, words=words, hash=digest, folder=_subdir(composed, plain, digest, job.number), error="")
+
+
+def _refused(job: Job, error: str) -> Job:
+    return replace(job, hash="", folder=_refusal(job), error=error)
+
+
+def _refusal(job: Job) -> str:
+    """The name of the folder that says why a job is refused, the same whenever its sweep is issued."""
+    return f"refused-{hashlib.sha256(json.dumps(job.swept).encode()).hexdigest()[:12]}"
+
+
+def _forget_refusal(sweep: Sweep, job: Job) -> None:
+    """What was wrong with a job has been mended: its old refusal is no row of a table any more."""
+    folder = sweep.folder / _refusal(job)
+    with suppress(OSError):  # another process may be faster
+        if folder.is_dir():
+            set_aside(sweep.folder, folder)
+            folder.rmdir()
 
 
 def _subdir(composed: Composed, plain: dict[str, Any], digest: str, number: int) -> str:

@@ -6,6 +6,7 @@ stop, and no further one begins; a second signal kills them.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -22,8 +23,9 @@ from types import FrameType
 from mprun.report.run_folders import alive
 from mprun.report.runs_table import short
 from mprun.report.summary import duration_text, number_text
+from mprun.runs import SWEEP_FILE
 from mprun.sweeps.folder import Job, Sweep, claim, release
-from mprun.sweeps.jobs import DONE, Outcome, Running, done, finish, refused, start, state_of
+from mprun.sweeps.jobs import DONE, Outcome, Running, done, failed_since, finish, refused, start, state_of
 
 POLL_S = 0.03
 ELSEWHERE_S = 0.5
@@ -42,6 +44,7 @@ class Pool:
     elsewhere: list[Job] = field(default_factory=list)
     told: set[int] = field(default_factory=set)
     outcomes: list[Outcome] = field(default_factory=list)
+    begun: float = math.inf
     signal: int = 0
     failed: bool = False
 
@@ -53,7 +56,9 @@ class Pool:
 
 def run_pool(sweep: Sweep, jobs: Iterator[Job], *, width: int, on_error_stop: bool) -> Pool:
     """Run the jobs, ``width`` at once. Returns what became of them."""
-    pool = Pool(sweep, width, on_error_stop, gpus=gpus(os.environ), env=threads(width, os.environ))
+    # By the clock of the file system, which other machines have, too.
+    begun = (sweep.folder / SWEEP_FILE).stat().st_mtime
+    pool = Pool(sweep, width, on_error_stop, gpus=gpus(os.environ), env=threads(width, os.environ), begun=begun)
     ahead: deque[Job] = deque()
     with _signals(pool):
         while True:
@@ -100,6 +105,10 @@ def begin(pool: Pool, job: Job) -> None:
         outcome = done(sweep, job)
         pool.outcomes.append(outcome)
         say(sweep, job, "done before", outcome)
+        return
+    if failed_since(sweep.path(job), pool.begun):
+        release(handle)
+        _ended(pool, done(sweep, job))
         return
     gpu = _free_gpu(pool)
     env = {**pool.env, **({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})}

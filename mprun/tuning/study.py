@@ -13,14 +13,13 @@ values waits in its place. Replaced trials count for nothing; the sampler does n
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mprun.errors import CheckpointError, ConfigError
+from mprun.errors import ConfigError
 from mprun.report.run_folders import alive
-from mprun.runs import LOCK_FILE, locked
+from mprun.runs import LOCK_FILE, turn
 from mprun.tuning.settings import PREFIX, Pruner, Sampler, TuneConfig
 from mprun.tuning.space import Parameter, key_of
 
@@ -37,22 +36,6 @@ BEAT_S, DEAD_S = 30.0, 300.0
 # How often a trial is run again that ended with its worker, or was killed.
 RETRIES = 1
 DATABASE = "study.db"
-
-
-@contextmanager
-def turn(folder: Path, seconds: float = 120.0) -> Iterator[None]:
-    """Be the only worker on this disk that opens the study or takes a trial; waits for the others."""
-    end = time.monotonic() + seconds
-    with ExitStack() as stack:
-        while True:
-            try:
-                stack.enter_context(locked(folder))
-                break
-            except CheckpointError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.05)
-        yield
 
 
 def open_study(settings: TuneConfig, folder: Path, space: Sequence[Parameter], fixed: Sequence[str]) -> Study:
@@ -90,6 +73,11 @@ def open_study(settings: TuneConfig, folder: Path, space: Sequence[Parameter], f
                 if study.trials:
                     raise ConfigError(
                         f"{PREFIX}study={settings.study} is a study of another program; choose another name"
+                    )
+                if any(path.name.isdigit() for path in folder.iterdir()):
+                    raise ConfigError(
+                        f"{folder} holds the trials of a study that is not in {shown_url(url)}\n"
+                        f"choose another {PREFIX}study, give the storage of that one, or remove the folder"
                     )
                 study.set_user_attr(ABOUT, about)
     except (SQLAlchemyError, ImportError, RuntimeError) as error:

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from mprun.errors import ConfigError
 from mprun.report.run_folders import alive
-from mprun.runs import locked, newest_checkpoint
+from mprun.runs import locked, newest_checkpoint, turn
 from mprun.sweeps.jobs import quoted
 from mprun.sweeps.pool import gpus, handlers, threads
 from mprun.tracking.jsonl import METRICS_FILE
 from mprun.tuning.settings import Direction, TuneConfig
 from mprun.tuning.space import Parameter, words_of
-from mprun.tuning.study import BEAT_S, WORKERS, ended, left_behind, replace, turn
+from mprun.tuning.study import BEAT_S, WORKERS, ended, left_behind, replace
 from mprun.tuning.trial import Child, Curve, End, end_of, start, value_of
 
 if TYPE_CHECKING:
