@@ -24,7 +24,7 @@ from hypothesis import strategies as st  # noqa: E402
 from optuna.trial import TrialState  # noqa: E402
 
 from mprun.cli import main  # noqa: E402
-from mprun.commands.tune import HELP  # noqa: E402
+from mprun.commands import tune as command  # noqa: E402
 from mprun.compose import compose  # noqa: E402
 from mprun.config_check import to_plain  # noqa: E402
 from mprun.errors import ConfigError  # noqa: E402
@@ -272,6 +272,13 @@ def test_another_search_under_the_same_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"searched .*1e-1.* then, .*1e-2.* now") as caught:
         new_study(tmp_path / "s", LR.replace("1e-1", "1e-2"), "model=vit")
     assert "model: fixed mlp then, vit now" in str(caught.value)
+
+
+def test_the_folder_of_a_study_that_is_elsewhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="holds the trials of a study that is not in sqlite"):
+            new_study(tmp_path)
 
 
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
@@ -571,4 +578,4 @@ def test_the_page_names_every_key() -> None:
     page = (Path(__file__).resolve().parent.parent / "docs/tuning.md").read_text(encoding="utf-8")
     for field in fields(TuneConfig):
         assert f"| `tune.{field.name}` |" in page
-        assert f"tune.{field.name}=" in HELP
+        assert f"tune.{field.name}=" in str(command.__doc__)
