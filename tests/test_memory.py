@@ -432,6 +432,31 @@ def test_a_model_that_reads_values_is_refused_by_name(
     assert "estimate --measure" in told
 
 
+def test_a_model_that_reads_values_can_be_measured_alone(
+    tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "reads_values_too.py").write_text(READS_VALUES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = [
+        "estimate",
+        "model=python",
+        "model.name=reads_values_too:Net",
+        "trust=[reads_values_too]",
+        "precision=fp32",
+    ]
+    target = tmp_path / "memory.json"
+    assert main([*words, "--measure", "--json", str(target)]) == 0
+    content = json.loads(target.read_text())
+    assert "predicted" not in content
+    assert "depends on values" in content["unpredicted"]
+    assert content["measured"]["peak_by_category"]["parameters"] == (64 * 10 + 10) * 4
+    told = capsys.readouterr().out
+    assert "memory of a step, measured: digits-" in told
+    assert "nothing: model.name=reads_values_too:Net" in told
+    assert main([*words, "--measure", "--memory=1GiB"]) == 2, "the batch that fits is found from predictions alone"
+    assert "--memory cannot be found" in capsys.readouterr().err
+
+
 def test_sizes() -> None:
     assert size_of("24GiB") == 24 * 2**30
     assert size_of("1.5 GB") == 1_500_000_000

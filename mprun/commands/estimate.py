@@ -2,7 +2,7 @@
 
     mprun estimate model=timm model.name=resnet50 dataset=synthetic train.batch_size=256 precision=fp16_dynamic
     mprun estimate device=cuda --memory 24GiB ...     the largest batch that fits as well
-    mprun estimate --measure ...                      one real step beside the prediction
+    mprun estimate --measure ...                      one real step beside the prediction, or alone where none can be made
     mprun estimate outputs/latest                     what a run was predicted to need, beside what it did
     --json FILE  --top N
 
@@ -70,9 +70,13 @@ def run(words: Sequence[str]) -> int:
 
 
 def estimate(config: Config, device: torch.device, asked: Asked) -> dict[str, Any]:
-    """Predict, and measure and search where that was asked for. Footprints by name, and what else is known."""
+    """Predict, and measure and search where that was asked for. Footprints by name, and what else is known.
+
+    A model that reads the values of tensors has no prediction; with ``--measure`` its real step is reported alone.
+    """
     import torch
 
+    from mprun.training.fakes import UnpredictableError
     from mprun.training.footprint import largest_batch, measure, predicting
 
     here = device.type != "cuda" or torch.cuda.is_available()
@@ -81,11 +85,22 @@ def estimate(config: Config, device: torch.device, asked: Asked) -> dict[str, An
             f"estimate --measure: device={device.type} is not here; leave --measure out, or use device=cpu"
         )
     report: dict[str, Any] = {"device": device.type, "device_is_here": here}
-    with predicting(config, device) as predict:
-        report["predicted"] = predict(config.train.batch_size)
-        if asked.memory is not None:
-            report["memory"] = asked.memory
-            report["largest"] = largest_batch(predict, asked.memory, start=config.train.batch_size)
+    try:
+        with predicting(config, device) as predict:
+            report["predicted"] = predict(config.train.batch_size)
+            if asked.memory is not None:
+                report["memory"] = asked.memory
+                report["largest"] = largest_batch(predict, asked.memory, start=config.train.batch_size)
+    except UnpredictableError as error:
+        if asked.measure and asked.memory is not None:
+            raise ConfigError(
+                f"{str(error).partition(';')[0]}; the batch for --memory cannot be found, leave it out"
+            ) from error
+        if not asked.measure:
+            raise
+        report = {key: report[key] for key in ("device", "device_is_here")} | {
+            "unpredicted": str(error).partition(";")[0]
+        }
     report["process_bytes"] = peak_memory_bytes(torch.device("cpu"))
     if asked.measure:
         report["measured"] = measure(config, device)
@@ -224,11 +239,16 @@ def show(report: dict[str, Any], config: Config, asked: Asked) -> None:
     from mprun.report import memory as view
 
     console = view.make_console()
-    found: Footprint = report["predicted"]
+    found: Footprint = report.get("predicted") or report["measured"]
+    measured = report.get("measured") if "predicted" in report else None
     console.print()
+    what = "memory of a step" if "predicted" in report else "memory of a step, measured"
     micro = f"{found.accumulate} micro-batches of " if found.accumulate > 1 else "batch "
-    console.rule(f"memory of a step: {config.name}, {micro}{found.batch_size}, {report['device']}", align="left")
-    view.print_categories(console, found, report.get("measured"))
+    console.rule(
+        f"{what}: {config.name}, {micro}{found.batch_size}, {report['device']}",
+        align="left",
+    )
+    view.print_categories(console, found, measured)
     console.print()
     view.print_facts(console, [("by formula", view.formula_line(found))])
     console.print()

@@ -166,11 +166,15 @@ def print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
 
 def facts(report: Mapping[str, Any], *, compiled: bool) -> list[tuple[str, str]]:
     """What is to be known beside the tables: largest batch, what was measured, what is not counted."""
-    found: Footprint = report["predicted"]
+    found: Footprint = report.get("predicted") or report["measured"]
     lines: list[tuple[str, str]] = []
+    if "unpredicted" in report:
+        lines.append(("predicted", f"nothing: {report['unpredicted']}"))
+        if found.allocator_peak:
+            lines.append(("allocator", f"measured {bytes_text(found.allocator_peak)}"))
     if "memory" in report:
         lines.append(("largest batch", _largest(report["memory"], report["largest"], found)))
-    if measured := report.get("measured"):
+    if (measured := report.get("measured")) and "predicted" in report:
         lines.append(("saved tensors", _beside(found.counted.saved_bytes, measured.counted.saved_bytes)))
         lines.append(("peak", _beside(found.peak_bytes, measured.peak_bytes)))
         if measured.allocator_peak:

@@ -94,6 +94,10 @@ def resized(example: Batch, batch_size: int, device: torch.device) -> Batch:
     )
 
 
+class UnpredictableError(ConfigError):
+    """The model cannot be run without values; a real step can still be measured."""
+
+
 @contextmanager
 def explained(name: str) -> Iterator[None]:
     """Say what it means if a model cannot be run without values."""
@@ -108,7 +112,7 @@ def explained(name: str) -> Iterator[None]:
         DynamicOutputShapeException,
         UnsupportedOperatorException,
     ) as error:
-        raise ConfigError(
+        raise UnpredictableError(
             f"model.name={name} cannot be estimated from shapes alone, because what it computes depends on values "
             f"({error}); estimate --measure takes one real step instead"
         ) from error
