@@ -172,7 +172,7 @@ def test_a_set_that_is_nowhere_is_explained(name: str, tmp_path: Path) -> None:
     [
         ("train-images-idx3-ubyte", idx(TRAIN)[:-1], r"header says \[12, 28, 28\] values, it holds 9407"),
         ("train-images-idx3-ubyte", b"PNG" + bytes(30), r"begins with 50 4e 47 00, not with 00 00 08 03"),
-        ("train-images-idx3-ubyte", b"", r"begins with , not with"),
+        ("train-images-idx3-ubyte", b"", r"is empty"),
         ("train-images-idx3-ubyte", bytes([0, 0, 8, 3, 0]), r"header says \[0\] values, it holds 0"),
         ("train-labels-idx1-ubyte", idx(VAL_LABELS), r"5 labels for 12 images of fashion_mnist"),
         ("t10k-labels-idx1-ubyte", idx(VAL_LABELS + 7), r"labels from 7 to 11; fashion_mnist has 10 classes"),
@@ -438,6 +438,30 @@ def test_a_broken_image_is_named(folder: Path, workers: int) -> None:
             list(folder_data(folder, workers=workers).train_batches(0))
         assert str(told.value).startswith(f"{bad}: not a whole image (")
         assert "Traceback" not in str(told.value)
+
+
+def test_hidden_files_are_no_images(folder: Path) -> None:
+    before = folder_data(folder).files
+    for place in ("train/ape", "train/bee", "val/ape"):
+        (folder / place / "._0.jpg").write_bytes(b"what macOS leaves")
+    assert folder_data(folder).files == before
+
+
+@pytest.mark.parametrize("value", [0, 300, 40_000, 65_535])
+def test_sixteen_bit_grey_keeps_its_brightness(folder: Path, value: int) -> None:
+    for path in (folder / "val").rglob("*.*"):
+        path.unlink()
+    Image.fromarray(np.full((20, 20), value, dtype=np.uint16)).save(folder / "val" / "ape" / "grey.png")
+    (batch,) = folder_data(folder).val_batches()
+    pixel = (batch.inputs[0, 0] * 0.229 + 0.485) * 255
+    assert pixel.numpy() == pytest.approx(np.full((16, 16), value // 256), abs=1e-3)
+
+
+def test_an_image_of_floats_is_refused_by_name(folder: Path) -> None:
+    path = folder / "val" / "ape" / "floats.tiff"
+    Image.fromarray(np.full((20, 20), 0.5, dtype=np.float32)).save(path)
+    with pytest.raises(MprunError, match=r"floats\.tiff: .*its pixels are floats"):
+        list(folder_data(folder).val_batches())
 
 
 def empty(place: Path) -> None:

@@ -42,6 +42,8 @@ def read_idx(path: Path, *, dims: int) -> Bytes:
         data = gzip.decompress(raw) if path.suffix == ".gz" else raw
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); fetch it anew") from error
+    if not data:
+        raise ConfigError(f"{path}: is empty; fetch it anew")
     if data[:4] != bytes([0, 0, 8, dims]):
         raise ConfigError(
             f"{path}: begins with {data[:4].hex(' ')}, not with 00 00 08 {dims:02x}: no IDX file of {dims} dimensions"
@@ -71,7 +73,8 @@ def read_batches(place: Path, names: list[str], *, label_key: str) -> tuple[Byte
     try:
         files = _members(place, names) if place.is_file() else {name: (place / name).read_bytes() for name in names}
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        raise ConfigError(f"{place}: cannot be read ({error}); fetch it anew") from error
+        reason = str(error).splitlines()[0].rstrip(":")  # tarfile lists every kind of archive that it is not
+        raise ConfigError(f"{place}: cannot be read ({reason}); fetch it anew") from error
     pixels: list[Bytes] = []
     labels: list[int] = []
     for name in names:

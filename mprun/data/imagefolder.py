@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,7 +116,8 @@ def _files(folder: Path, classes: Sequence[str]) -> Files:
 
     labels = {name: label for label, name in enumerate(classes)}
     found: Files = make_dataset(str(folder), labels, extensions=IMG_EXTENSIONS, allow_empty=True)
-    return found
+    # Hidden files are no images: what macOS and file managers leave (._0.jpg) has the name of one.
+    return [(path, label) for path, label in found if not Path(path).name.startswith(".")]
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ def _decode(
             seed_cpu(subseed("sample", address.seed, address.epoch, index))
             try:
                 with Image.open(path) as image:
-                    rgb = image.convert("RGB")
+                    rgb = _eight_bit(image).convert("RGB")
             except (
                 OSError,
                 ValueError,
@@ -193,6 +195,23 @@ def _decode(
     batch = torch.stack(images)
     labels = torch.tensor([files[index][1] for index in address.ids])
     return (batch if pipeline is None else pipeline(batch, address)), labels
+
+
+def _eight_bit(image: Any) -> Any:
+    """A PIL image with 8 bits a channel. PIL's own conversion cuts 16-bit grey values off at 255: nearly all of them.
+
+    Raises:
+        ValueError: its numbers have no range that says what is white.
+    """
+    from PIL import Image
+
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            f"its pixels are {'32-bit integers' if image.mode == 'I' else 'floats'}; save it with 8 or 16 bits"
+        )
+    if not image.mode.startswith("I;16"):
+        return image
+    return Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
 
 
 def _spread(files: Files, limit: int | None) -> Files:
