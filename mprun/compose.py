@@ -90,7 +90,7 @@ def prepare(overrides: Sequence[str]) -> list[str]:
                 value = "null"
         if key in PATHS:
             value = _absolute(value, several=key != "resume")
-        if any(key.startswith(f"{node}.") for node in OPEN):
+        if any(key.startswith(f"{node}.") for node in OPEN) or (key in OPEN and value.lstrip().startswith("{")):
             plus = "++"
         if key == "recipe" and not plus:
             value = ",".join(read_recipe(name) for name in value.split(","))

@@ -10,6 +10,7 @@ import hashlib
 import io
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -19,6 +20,8 @@ from mprun.runs import slug
 GROUPS = ("model", "dataset", "precision", "optimizer", "schedule", "train", "tracking", "sweep", "recipe")
 # What a recipe may not set: it would act on the machine or on other runs, not on the experiment.
 COMMAND_LINE_ONLY = ("trust", "resume", "command", "hydra")
+# The longest recipe here has some hundred; from thousands on composing takes minutes.
+MOST_VALUES = 5000
 
 
 @dataclass(frozen=True)
@@ -76,14 +79,21 @@ def read_recipe(name: str) -> str:
         raise RecipeError(f"recipe={name} does not exist ({where}): {nearest(name, options('recipe'))}")
     try:
         text = path.read_bytes()
+        _refuse_bomb(yaml.compose(text.decode("utf-8"), Loader=yaml.SafeLoader), path)
         node = OmegaConf.load(io.StringIO(text.decode("utf-8")))
         if not isinstance(node, DictConfig):
             raise RecipeError(f"recipe {path} is not a mapping of keys")
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, OSError, RecursionError) as error:
         raise RecipeError(f"recipe {path} is not readable YAML: {' '.join(str(error).split())}") from error
     for key in COMMAND_LINE_ONLY:
         if key in node:
             raise RecipeError(f"recipe {path} sets {key}: only the command line may")
+    for group in GROUPS:
+        if not OmegaConf.is_interpolation(node, group) and isinstance(option := node.get(group), str):
+            raise RecipeError(
+                f"recipe {path}: {group} is a group of keys; to choose its option write it below defaults: "
+                f"'- override /{group}: {option}'"
+            )
     recipe = Recipe(str(path) if is_file(name) else name, hashlib.sha256(text).hexdigest())
     option = slug(path.stem) if is_file(name) else name
     if option in _read and _read[option].name != recipe.name:  # two files of one name in different folders
@@ -92,6 +102,29 @@ def read_recipe(name: str) -> str:
     group, _, leaf = f"recipe/{option}".rpartition("/")
     ConfigStore.instance().store(group=group, name=leaf, node=node, package="_global_", provider=str(path))
     return option
+
+
+def _refuse_bomb(root: Any, path: Path) -> None:
+    """Aliases of YAML stand for whole copies: a few lines can mean millions of values, or endlessly many.
+
+    Raises:
+        RecipeError: there are more than ``MOST_VALUES``.
+    """
+    sizes: dict[int, int] = {}  # by node; 0 while it is being counted
+
+    def size(node: Any) -> int:
+        if id(node) in sizes:
+            if not sizes[id(node)]:
+                raise RecipeError(f"recipe {path} holds itself: an alias (*name) stands within its own anchor (&name)")
+            return sizes[id(node)]
+        sizes[id(node)] = 0
+        parts = node.value if isinstance(node.value, list) else []
+        total = 1 + sum(sum(map(size, part)) if isinstance(part, tuple) else size(part) for part in parts)
+        sizes[id(node)] = total
+        return total
+
+    if root is not None and (count := size(root)) > MOST_VALUES:
+        raise RecipeError(f"recipe {path} is {count:,} values long, aliases counted; the most is {MOST_VALUES:,}")
 
 
 def recipe_of(option: str | None) -> Recipe | None:
