@@ -522,6 +522,7 @@ def test_validate_all_goes_through_every_recipe_and_a_bad_one_harms_only_itself(
     names = mprun.options.list_recipes()
     assert len(names) >= 2
     assert [line.split()[0] for line in out.splitlines()[:-1]] == names
+    assert max(map(len, out.splitlines()[:-1])) <= 130, "what stands for no choice is left out"
 
     real = mprun.options.tree
     recipes = folder / "recipes"

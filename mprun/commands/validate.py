@@ -43,19 +43,22 @@ def run(words: Sequence[str]) -> int:
     width = max((len(name) for name in names), default=0)
     for name in names:
         try:
-            said = _check([f"recipe={name}", *overrides])[0]
+            said = _check([f"recipe={name}", *overrides])[0].replace(f"recipe={name} ", "")
         except MprunError as error:
             bad += 1
             said = "error: " + "; ".join(str(error).splitlines())
         print(f"{name:<{width}}  {said}")
-    print(f"{len(names)} recipes, {bad or 'none'} not valid; {UNCHECKED}")
+    print(f"{len(names)} recipes, {f'{bad} not valid' if bad else 'all valid'}; {UNCHECKED}")
     return 2 if bad else 0
 
 
 def _check(overrides: Sequence[str]) -> list[str]:
     """What was found valid, and what a resume would change."""
     composed, resume = compose_run(overrides)
-    chosen = " ".join(f"{group}={option}" for group, option in composed.choices.items())
+    # What stands for no choice is not said: train=default, recipe=none.
+    chosen = " ".join(
+        f"{group}={option}" for group, option in composed.choices.items() if option not in ("default", "none")
+    )
     lines = [f"valid: {chosen}"]
     if resume is not None:
         saved = resume.saved_config()
