@@ -274,7 +274,7 @@ def test_make_targets_that_are_shown_exist():
 
 
 def test_no_command_is_promised_that_does_not_exist():
-    named = set(re.findall(r"`mprun (\w+)[ `]", "".join(page.read_text() for page in PAGES.values())))
+    named = set(re.findall(r"`mprun ([a-z]+)[ `]", "".join(page.read_text() for page in PAGES.values())))
     assert named <= COMMANDS.keys()
 
 
