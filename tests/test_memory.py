@@ -457,11 +457,25 @@ def test_a_model_that_reads_values_can_be_measured_alone(
     assert "--memory cannot be found" in capsys.readouterr().err
 
 
+def test_memory_beyond_every_batch_is_not_said_to_be_too_little(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "model=mlp", "--memory=999999TiB"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "and more in 999999 TiB" in told
+    assert "would be too much" not in told
+
+
+def test_a_model_beyond_memory_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "model=mlp", "model.kwargs.hidden=[1000000000000]"]) == 2
+    told = capsys.readouterr().err
+    assert "model.name=mlp does not fit into memory: one of its tensors takes" in told
+    assert "do not fit mlp" not in told
+
+
 def test_sizes() -> None:
     assert size_of("24GiB") == 24 * 2**30
     assert size_of("1.5 GB") == 1_500_000_000
     assert {size_of(f"1{unit}") for unit in UNITS} == set(UNITS.values())
-    for wrong in ("24", "GiB", "-1GiB", "0MiB", "24gib", "24GiBs", "nanGiB"):
+    for wrong in ("24", "GiB", "-1GiB", "0MiB", "24gib", "24GiBs", "nanGiB", "1e400GiB"):
         with pytest.raises(ConfigError, match="--memory"):
             size_of(wrong)
 

@@ -152,7 +152,7 @@ def size_of(text: str) -> int:
         ConfigError: no number, or no unit.
     """
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMGT]i?B)", text.strip())
-    if match is None or match[2] not in UNITS or float(match[1]) <= 0:
+    if match is None or match[2] not in UNITS or not 0 < float(match[1]) < 1e9:
         raise ConfigError(f"estimate --memory {text}: write a number and a unit ({', '.join(UNITS)}), such as 24GiB")
     return int(float(match[1]) * UNITS[match[2]])
 

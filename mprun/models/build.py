@@ -151,6 +151,12 @@ def _call(build: Callable[..., Any], config: ModelConfig, kwargs: dict[str, Any]
         if match := re.search(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", text):
             owner, wrong = match.groups()
             text = f"{wrong} is not a parameter of {owner}{_suggest(config, owner, wrong)}"
+        if "can't allocate memory" in text:
+            size = text.partition("you tried to allocate ")[2].partition(" bytes")[0]
+            raise ConfigError(
+                f"model.name={config.name} does not fit into memory: one of its tensors takes {size} bytes "
+                f"(model.kwargs={config.kwargs}); take a smaller model or smaller inputs"
+            ) from error
         raise ConfigError(f"model.kwargs={config.kwargs} do not fit {config.name}: {text}") from error
 
 

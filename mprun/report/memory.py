@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mprun.numerics.tensor_cores import Misfit
 
 WIDE = 110  # columns from which on every category has a column of its own
+MOST_LOOKED_FOR = 2**30  # examples, see largest_batch
 STATE = ("masters", "optimizer", "ema")
 MODULE_COLUMNS = ("parameters", "gradients", "masters", "optimizer", "ema", "activations")
 MEANING = {
@@ -199,6 +200,8 @@ def _largest(limit: int, best: Footprint | None, found: Footprint) -> str:
         fixed = bytes_text(found.fixed_bytes)
         return f"none: a batch of 1 does not fit in {bytes_text(limit)} (what does not depend on the batch is {fixed})"
     size = best.batch_size
+    if size >= MOST_LOOKED_FOR:
+        return f"{size} and more in {bytes_text(limit)}: its peak is {bytes_text(best.peak_bytes)}; no more were tried"
     return f"{size} in {bytes_text(limit)}: its peak is {bytes_text(best.peak_bytes)}, and {size + 1} would be too much"
 
 
