@@ -34,7 +34,7 @@ from mprun.tuning.settings import Direction, TuneConfig, completed, metric_of, r
 from mprun.tuning.space import Parameter, split_space, words_of  # noqa: E402
 from mprun.tuning.study import addressed, build_pruner, ended, left_behind, open_study, replace, replaced  # noqa: E402
 from mprun.tuning.trial import Child, Curve, end_of, value_of  # noqa: E402
-from mprun.tuning.worker import Running, Worker, free_gpu  # noqa: E402
+from mprun.tuning.worker import Running, Worker, free_gpu, recover  # noqa: E402
 
 # A run of three seconds, most of which is starting.
 TINY = ["model=mlp", "precision=fp32", "dataset.limit=64", "train.epochs=1", "tracking=disabled", "device=cpu"]
@@ -307,6 +307,32 @@ def test_the_trial_of_a_dead_worker_is_tried_once_more(tmp_path: Path) -> None:
     assert states(study) == ["FAIL", "FAIL"]
     assert [replaced(found) for found in study.trials] == [True, False]
     assert not replace(study, study.trials[1], "another worker was faster", retry=False)
+
+
+@pytest.mark.parametrize(
+    ("result", "status", "again"),
+    [
+        ({"status": "diverged", "error": "MprunError: loss is nan"}, "diverged", False),
+        ({"status": "oom", "error": "MprunError: out of memory"}, "oom", False),
+        ({"status": "ok"}, "failed", False),
+        ({"status": "interrupted"}, None, True),
+        (None, None, True),
+    ],
+)
+def test_a_run_that_ended_by_itself_after_its_worker_is_not_tried_again(
+    result: dict[str, Any] | None, status: str | None, again: bool, tmp_path: Path
+) -> None:
+    study, space = new_study(tmp_path)
+    trial = ask(study, space)
+    trial.set_user_attr("beat", 0.0)
+    (tmp_path / "0").mkdir()
+    if result is not None:
+        (tmp_path / "0/result.json").write_text(json.dumps(result))
+    settings = TuneConfig(study="s", metric="val/top1", direction=Direction.maximize)
+    assert recover(Worker(study, settings, space, [], tmp_path, lambda line: None)) == 0
+    found = study.trials[0]
+    assert (found.state.name, found.user_attrs.get("status"), replaced(found)) == ("FAIL", status, again)
+    assert len(study.trials) == 1 + again
 
 
 def test_a_worker_elsewhere_is_dead_when_it_gives_no_sign(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ WORKERS = "workers"
 ABOUT = "mprun"
 # A worker on another disk gives a sign of life this often, and is taken for dead after so long without one.
 BEAT_S, DEAD_S = 30.0, 300.0
-# How often a trial is run again that ended with its worker, or was killed.
+# How often a trial is run again whose worker died.
 RETRIES = 1
 DATABASE = "study.db"
 
@@ -221,15 +221,7 @@ def replace(study: Study, trial: FrozenTrial, reason: str, *, retry: bool) -> bo
     attrs = trial.user_attrs
     retries = int(attrs.get("retries", 0)) + retry
     again = retries <= RETRIES
-    storage = study._storage
-    from optuna.exceptions import UpdateFinishedTrialError
-    from optuna.trial import TrialState
-
-    try:
-        storage.set_trial_user_attr(trial._trial_id, "reason", reason)
-        storage.set_trial_user_attr(trial._trial_id, "replaced", again)
-        study.tell(trial.number, state=TrialState.FAIL)
-    except (UpdateFinishedTrialError, ValueError):
+    if not close(study, trial, {"reason": reason, "replaced": again}):
         return False
     if again:
         kept = {"retries": retries, "of": attrs.get("of", trial.number)}
@@ -237,3 +229,17 @@ def replace(study: Study, trial: FrozenTrial, reason: str, *, retry: bool) -> bo
             kept["folder"] = attrs["folder"]
         study.enqueue_trial(trial.params, user_attrs=kept)
     return again
+
+
+def close(study: Study, trial: FrozenTrial, about: Mapping[str, Any]) -> bool:
+    """End the trial of another worker as failed, with attributes. False where another worker was faster."""
+    from optuna.exceptions import UpdateFinishedTrialError
+    from optuna.trial import TrialState
+
+    try:
+        for key, value in about.items():
+            study._storage.set_trial_user_attr(trial._trial_id, key, value)
+        study.tell(trial.number, state=TrialState.FAIL)
+    except (UpdateFinishedTrialError, ValueError):
+        return False
+    return True

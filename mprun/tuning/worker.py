@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any
 from mprun.errors import ConfigError
 from mprun.report.run_folders import alive
 from mprun.runs import locked, newest_checkpoint, turn
-from mprun.sweeps.jobs import quoted
+from mprun.sweeps.jobs import quoted, read_result
 from mprun.sweeps.pool import gpus, handlers, threads
 from mprun.tracking.jsonl import METRICS_FILE
 from mprun.tuning.settings import Direction, TuneConfig
 from mprun.tuning.space import Parameter, words_of
-from mprun.tuning.study import BEAT_S, WORKERS, ended, left_behind, replace
+from mprun.tuning.study import BEAT_S, WORKERS, close, ended, left_behind, replace
 from mprun.tuning.trial import Child, Curve, End, end_of, start, value_of
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def recover(worker: Worker) -> int:
         end = end_of(folder, None)
         curve = Curve(folder / METRICS_FILE, str(worker.settings.metric))
         curve.update()
-        value, _ = value_of(curve, maximize=worker.settings.direction is Direction.maximize)
+        value, why = value_of(curve, maximize=worker.settings.direction is Direction.maximize)
         if end.status == "ok" and value is not None:
             from optuna.exceptions import UpdateFinishedTrialError
 
@@ -112,8 +112,13 @@ def recover(worker: Worker) -> int:
                 worker.study.tell(trial.number, value)
                 worker.say(f"trial {trial.number}: its worker was gone, its run had ended: {value:.6g}")
             continue
-        reason = "its worker died" if end.status in ("interrupted", "failed") and not end.reason else end.reason
-        again = replace(worker.study, trial, reason or "its worker died", retry=True)
+        if read_result(folder).get("status", "interrupted") != "interrupted":
+            # The run has ended by itself, and would do so again.
+            status, reason = ("failed", why) if end.status == "ok" else (end.status, end.reason)
+            if close(worker.study, trial, {"status": status, "reason": reason}):
+                worker.say(f"trial {trial.number}: its worker was gone, its run had ended: {status} {reason}")
+            continue
+        again = replace(worker.study, trial, end.reason or "its worker died", retry=True)
         worker.say(f"trial {trial.number}: its worker died" + ("; its values are tried again" if again else ""))
     return waiting
 
