@@ -27,7 +27,15 @@ from mprun.tracking import read_metrics
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
     name: ROOT / name
-    for name in ("README.md", "CONTRIBUTING.md", "docs/semantics.md", "docs/metrics.md", "docs/numerics.md", "docs/lesson.md", "docs/tracking.md")
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/semantics.md",
+        "docs/metrics.md",
+        "docs/numerics.md",
+        "docs/lesson.md",
+        "docs/tracking.md",
+    )
 }
 README = PAGES["README.md"].read_text(encoding="utf-8")
 

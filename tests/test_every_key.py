@@ -257,7 +257,10 @@ OUTSIDE: dict[str, tuple[list[str], Callable[[int, str], bool]]] = {
     "tracking.entity": (["tracking.mode=offline", "tracking.entity=e-n-t"], lambda code, _: b"e-n-t" in wandb_record()),
     "tracking.group": (["tracking.mode=offline", "tracking.group=g-r-o"], lambda code, _: b"g-r-o" in wandb_record()),
     **{
-        f"sweep.{key}": ([f"sweep.{key}={value}"], lambda code, said: code == 2 and "add -m" in said)  # tests/test_sweeps.py
+        f"sweep.{key}": (
+            [f"sweep.{key}={value}"],
+            lambda code, said: code == 2 and "add -m" in said,
+        )  # tests/test_sweeps.py
         for key, value in (("name", "x"), ("jobs", 2), ("on_error", "stop"), ("new", "true"))
     },
     "tracking.tags": (["tracking.mode=offline", "tracking.tags=[t-a-g]"], lambda code, _: b"t-a-g" in wandb_record()),

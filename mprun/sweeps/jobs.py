@@ -186,7 +186,7 @@ def finish(sweep: Sweep, running: Running, *, asked: int = 0) -> Outcome:
             atomic_write_json(folder / RESULT, result)
     finally:
         release(running.claim)
-    return Outcome(running.job, str(result.get("status")), first_line(result.get("error")), seconds, result)
+    return Outcome(running.job, str(result.get("status")), reason_of(result.get("error")), seconds, result)
 
 
 def _told(sweep: Sweep, running: Running, before: Mapping[str, Any], seconds: float, asked: int) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def refused(sweep: Sweep, job: Job) -> Outcome:
     result = _result(sweep, job, "failed", job.error)
     atomic_write_json(folder / RESULT, result)
     (folder / "error.txt").write_text(job.error + "\n", encoding="utf-8")
-    return Outcome(job, "failed", first_line(job.error.partition(": ")[2] or job.error), None, result)
+    return Outcome(job, "failed", reason_of(job.error.partition(": ")[2] or job.error), None, result)
 
 
 def record_failure(sweep: Sweep, job: Job, error: BaseException) -> None:
@@ -239,10 +239,10 @@ def record_failure(sweep: Sweep, job: Job, error: BaseException) -> None:
 def done(sweep: Sweep, job: Job) -> Outcome:
     """The outcome of a job that had ended before."""
     result = read_result(sweep.path(job))
-    return Outcome(job, str(result.get("status")), first_line(result.get("error")), None, result)
+    return Outcome(job, str(result.get("status")), reason_of(result.get("error")), None, result)
 
 
-def first_line(text: object) -> str:
+def reason_of(text: object) -> str:
     """The first line of an error, without the name of its class."""
     line = next(iter(str(text or "").strip().splitlines()), "")
     name, colon, rest = line.partition(": ")

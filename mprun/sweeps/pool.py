@@ -110,7 +110,7 @@ def begin(pool: Pool, job: Job) -> None:
         release(handle)
         _ended(pool, done(sweep, job))
         return
-    gpu = _free_gpu(pool)
+    gpu = free_gpu(pool.gpus, [running.gpu for running in pool.running])
     env = {**pool.env, **({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})}
     running = start(sweep, job, handle, env=env, gpu=gpu)
     pool.running.append(running)
@@ -236,9 +236,6 @@ def gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
     return found if len(found) > 1 else []
 
 
-def _free_gpu(pool: Pool) -> str | None:
-    """The GPU with the fewest running jobs; None where there is nothing to choose."""
-    if not pool.gpus:
-        return None
-    used = [running.gpu for running in pool.running]
-    return min(pool.gpus, key=lambda gpu: (used.count(gpu), pool.gpus.index(gpu)))
+def free_gpu(found: Sequence[str], used: Sequence[str | None]) -> str | None:
+    """The GPU of ``found`` that is the fewest times in ``used``; None where there is nothing to choose."""
+    return min(found, key=lambda gpu: (used.count(gpu), found.index(gpu)), default=None)

@@ -11,7 +11,7 @@ from mprun.report.run_folders import CONFIG, RunRow, alive, find_runs, flat_resu
 from mprun.report.runs_table import build_table
 from mprun.report.summary import shown_path
 from mprun.sweeps.folder import Job, Sweep
-from mprun.sweeps.jobs import RESULT, first_line, read_result
+from mprun.sweeps.jobs import RESULT, reason_of, read_result
 from mprun.sweeps.plan import key_of
 
 
@@ -53,10 +53,10 @@ def _row(sweep: Sweep, job: Job) -> RunRow:
     folder = sweep.path(job) if job.folder else sweep.folder / f"job-{job.number}"
     if (folder / CONFIG).is_file():
         row = read_run(folder)
-        return RunRow(folder, row.status, first_line(row.reason), row.config, row.result)
+        return RunRow(folder, row.status, reason_of(row.reason), row.config, row.result)
     result = read_result(folder)
     if result:
-        return RunRow(folder, str(result.get("status")), first_line(result.get("error")), {}, flat_result(result))
+        return RunRow(folder, str(result.get("status")), reason_of(result.get("error")), {}, flat_result(result))
     return RunRow(folder, "running" if alive(folder) == "running" else "not run", "", {}, {})
 
 

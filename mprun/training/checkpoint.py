@@ -122,7 +122,8 @@ def load_weights(state: TrainState, saved: Mapping[str, Any], *, path: Path) -> 
     for name, parameter in state.weights:
         if name in state.weights.by_name or name in saved["masters"]:
             with torch.no_grad():
-                parameter.copy_(saved["masters"].get(name, saved["model"][name]))
+                source = saved["masters"] if name in saved["masters"] else saved["model"]
+                parameter.copy_(source[name])
     state.weights.write_back()
 
 
@@ -261,6 +262,7 @@ def load_init(model: nn.Module, path: Path) -> None:
     Raises:
         CheckpointError: missing, damaged, holding code, or of another model.
     """
+    masters: Any = {}
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -270,13 +272,19 @@ def load_init(model: nn.Module, path: Path) -> None:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"model.init={path}: not readable as safetensors: {error}") from error
     else:
-        content = load(path, own=False)
-        weights = {**content["model"], **content.get("masters", {})} if "format" in content else content
+        weights = load(path, own=False)
+        masters = weights.get("masters", {}) if "format" in weights else {}
         weights = next((weights[key] for key in ("state_dict", "model") if isinstance(weights.get(key), dict)), weights)
     if not all(isinstance(value, Tensor) or name.endswith("_extra_state") for name, value in weights.items()):
         raise CheckpointError(f"model.init={path} holds no state dict (names with tensors)")
+    if not isinstance(masters, dict):
+        raise CheckpointError(f"model.init={path} is a damaged checkpoint: its masters are a {type(masters).__name__}")
     _same_tensors(weights, dict(model.state_dict()), what="model", path=path)
     model.load_state_dict(weights)
+    with torch.no_grad():  # by parameter: a tied one has several names in the state dict, and one master
+        for name, parameter in model.named_parameters():
+            if name in masters:
+                parameter.copy_(masters[name])
 
 
 def clean(folder: Path) -> None:

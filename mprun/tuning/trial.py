@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mprun.processes import last_words
-from mprun.sweeps.jobs import first_line, read_result
+from mprun.sweeps.jobs import reason_of, read_result
 from mprun.training.env import from_json
 
 LOG_FILE = "run.log"
@@ -134,7 +134,7 @@ def end_of(folder: Path, code: int | None) -> End:
         return End("refused", _said(folder))  # a result that is there is of an earlier life
     result = read_result(folder)
     if result:
-        return End(str(result.get("status", "failed")), first_line(result.get("error")))
+        return End(str(result.get("status", "failed")), reason_of(result.get("error")))
     if code is not None and code < 0:
         return End("killed", f"killed by {signal.Signals(-code).name}")
     return End("failed", _said(folder))
@@ -143,7 +143,7 @@ def end_of(folder: Path, code: int | None) -> End:
 def _said(folder: Path) -> str:
     """The error that a run without a result has printed, in a line."""
     log = folder / LOG_FILE
-    return first_line(last_words(log).removeprefix("mprun: error: ")) if log.is_file() else ""
+    return reason_of(last_words(log).removeprefix("mprun: error: ")) if log.is_file() else ""
 
 
 def value_of(curve: Curve, *, maximize: bool) -> tuple[float | None, str]:

@@ -27,7 +27,7 @@ from mprun.errors import ConfigError
 from mprun.report.run_folders import alive
 from mprun.runs import locked, newest_checkpoint, turn
 from mprun.sweeps.jobs import quoted, read_result
-from mprun.sweeps.pool import gpus, handlers, threads
+from mprun.sweeps.pool import free_gpu, gpus, handlers, threads
 from mprun.tracking.jsonl import METRICS_FILE
 from mprun.tuning.settings import Direction, TuneConfig
 from mprun.tuning.space import Parameter, words_of
@@ -156,7 +156,8 @@ def begin_trial(worker: Worker, trial: Trial) -> Running:
         words = [*words_of(worker.fixed, worker.space, trial.params), f"hydra.run.dir={quoted(folder)}"]
     folder.mkdir(parents=True, exist_ok=True)
     trial.set_user_attr("folder", folder.name)
-    child = start(words, folder, threads(worker.settings.jobs, os.environ), free_gpu(worker))
+    gpu = free_gpu(gpus(os.environ), [running.child.gpu for running in worker.running])
+    child = start(words, folder, threads(worker.settings.jobs, os.environ), gpu)
     curve = Curve(folder / METRICS_FILE, str(worker.settings.metric))
     return Running(trial, child, curve, time.time())
 
@@ -165,13 +166,6 @@ def folder_of(folder: Path, trial: Trial | FrozenTrial) -> Path:
     """Where the run of ``trial`` is. Its name comes from the storage, so workers never share one by chance."""
     name = str(trial.user_attrs.get("folder", trial.number))
     return folder / (name if name.isdigit() else str(trial.number))
-
-
-def free_gpu(worker: Worker) -> str | None:
-    """The GPU with the fewest runs of this worker; None where there are fewer than two."""
-    found = gpus(os.environ)
-    used = [running.child.gpu for running in worker.running]
-    return min(found, key=lambda gpu: (used.count(gpu), found.index(gpu)), default=None)
 
 
 def look(worker: Worker, running: Running) -> None:
