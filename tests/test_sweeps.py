@@ -36,7 +36,7 @@ from mprun.sweeps.folder import (
 )  # fmt: skip
 from mprun.sweeps.jobs import FRESH, RESUME, Outcome, Running, failed_since, finish, read_result, refused, state_of
 from mprun.sweeps.plan import default_name, expand, hash_of, identity, plan, planned
-from mprun.sweeps.pool import Pool, _free_gpu, gpus, lines_of, run_pool, threads
+from mprun.sweeps.pool import free_gpu, gpus, lines_of, run_pool, threads
 from mprun.training.env import config_hash
 from tests.case_code import ROWS
 
@@ -433,15 +433,13 @@ def test_gpus_are_shared_out(folder):
     assert gpus({"CUDA_VISIBLE_DEVICES": "4, 6"}, folder) == ["4", "6"]
     assert gpus({"CUDA_VISIBLE_DEVICES": ""}, folder) == []
     assert gpus({"CUDA_VISIBLE_DEVICES": "3"}, folder) == [], "nothing to choose"
-    pool = Pool(Sweep(folder, ()), 4, False, gpus=["4", "6"])
-    taken = []
+    used: list[str | None] = []
     for _ in range(4):
-        gpu = _free_gpu(pool)
-        taken.append(gpu)
-        pool.running.append(Running(Job(1, (), ()), None, 0, "", 0.0, None, None, gpu))  # type: ignore[arg-type]
-    assert taken == ["4", "6", "4", "6"]
-    del pool.running[1]
-    assert _free_gpu(pool) == "6"
+        used.append(free_gpu(["4", "6"], used))
+    assert used == ["4", "6", "4", "6"]
+    del used[1]
+    assert free_gpu(["4", "6"], used) == "6"
+    assert free_gpu([], used) is None
 
 
 def test_a_line_says_number_status_seconds_metric_and_words_in_this_order():

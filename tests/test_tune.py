@@ -34,7 +34,7 @@ from mprun.tuning.settings import Direction, TuneConfig, completed, metric_of, r
 from mprun.tuning.space import Parameter, split_space, words_of  # noqa: E402
 from mprun.tuning.study import addressed, build_pruner, ended, left_behind, open_study, replace, replaced  # noqa: E402
 from mprun.tuning.trial import Child, Curve, end_of, value_of  # noqa: E402
-from mprun.tuning.worker import Running, Worker, free_gpu, recover  # noqa: E402
+from mprun.tuning.worker import Worker, begin_trial, recover  # noqa: E402
 
 # A run of three seconds, most of which is starting.
 TINY = ["model=mlp", "precision=fp32", "dataset.limit=64", "train.epochs=1", "tracking=disabled", "device=cpu"]
@@ -588,16 +588,22 @@ def test_addressed_sampler_is_used(tmp_path: Path) -> None:
 
 def test_each_trial_gets_the_gpu_with_the_fewest_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study, space = new_study(tmp_path)
-    worker = Worker(study, TuneConfig(), space, [], tmp_path, print)
+    worker = Worker(study, TuneConfig(metric="val/top1"), space, [], tmp_path, print)
+
+    def idle(words: Sequence[str], folder: Path, environment: Any, gpu: str | None) -> Child:
+        return Child(subprocess.Popen(["true"]), folder, (folder / "log").open("wb"), 0.0, gpu=gpu)
+
+    monkeypatch.setattr("mprun.tuning.worker.start", idle)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
-    assert free_gpu(worker) is None
+    worker.running.append(begin_trial(worker, ask(study, space)))
+    assert worker.running[0].child.gpu is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    assert free_gpu(worker) == "4"
-    child = Child(subprocess.Popen(["true"]), tmp_path, (tmp_path / "log").open("wb"), 0.0, gpu="4")
-    worker.running.append(Running(ask(study, space), child, Curve(tmp_path, "val/loss"), 0.0))
-    assert free_gpu(worker) == "7"
-    child.process.wait()
-    assert child.ended()
+    for gpu in ("4", "7", "4"):
+        worker.running.append(begin_trial(worker, ask(study, space)))
+        assert worker.running[-1].child.gpu == gpu
+    for running in worker.running:
+        running.child.process.wait()
+        assert running.child.ended()
 
 
 def test_the_page_names_every_key() -> None:

@@ -11,7 +11,7 @@ from mprun.report.run_folders import CONFIG, RunRow, alive, find_runs, flat_resu
 from mprun.report.runs_table import build_table
 from mprun.report.summary import shown_path
 from mprun.sweeps.folder import Job, Sweep
-from mprun.sweeps.jobs import RESULT, reason_of, read_result
+from mprun.sweeps.jobs import RESULT, read_result, reason_of
 from mprun.sweeps.plan import key_of
 
 

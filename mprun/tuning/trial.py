@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mprun.processes import last_words
-from mprun.sweeps.jobs import reason_of, read_result
+from mprun.sweeps.jobs import read_result, reason_of
 from mprun.training.env import from_json
 
 LOG_FILE = "run.log"
