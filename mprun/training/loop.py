@@ -97,6 +97,7 @@ def windows(run: Run) -> Iterator[list[Batch]]:
             window = []
             begin = time.perf_counter()
     if window:
+        run.wait_s += time.perf_counter() - begin
         yield window
 
 
