@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -375,6 +375,9 @@ class Overflowing(nn.Module):
     clip=st.sampled_from([None, 1.0]),
     hysteresis=st.integers(1, 2),
 )
+@example(
+    policy="bf16_master", optimizer="rmsprop", windows=[["good", "good", "overflow"], ["good"]], clip=None, hysteresis=1
+)
 def test_what_is_not_applied_moves_nothing(policy, optimizer, windows, clip, hysteresis):
     """For any sequence of windows: applied moves, everything else leaves every bit; S obeys overflows and nothing else."""
     half = policy.startswith("fp16")
@@ -412,9 +415,10 @@ def test_what_is_not_applied_moves_nothing(policy, optimizer, windows, clip, hys
             assert row.outcome != NONFINITE_GRAD
             if expected == APPLIED:
                 applied, skips = applied + 1, 0
-                # Decay of zero gradients aside, every part of the state has something that moved.
-                changed = moved(before, state)
-                assert {"model.0.weight", "model.1.num_batches_tracked", "ema", "applied"} <= set(changed)
+                # Every part of the state has something that moved. (A half weight need not: its master is finer.)
+                changed = set(moved(before, state))
+                assert {"model.1.num_batches_tracked", "ema", "applied"} <= changed
+                assert any(name.endswith("0.weight") for name in changed), changed
             else:
                 skips += expected != EMPTY
                 assert moved(before, state) == []

@@ -73,6 +73,7 @@ class WandbSink(Sink):
         self._wait_s = OFFLINE_FINISH_TIMEOUT_S
         self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_SIZE)
         self._ready = threading.Event()
+        self._go = threading.Event()
         self._thread: threading.Thread | None = None
         self._result: dict[str, Any] = {}
 
@@ -89,6 +90,8 @@ class WandbSink(Sink):
         except Exception as error:
             self._give_up(error)
             return
+        finally:
+            self._go.set()
         for line in self._lines:  # only now is stderr the real one again
             self._say(line)
         if not in_time:
@@ -141,6 +144,7 @@ class WandbSink(Sink):
             return
         finally:
             self._ready.set()
+        self._go.wait()  # until what is said reaches people again: stderr is held while W&B starts
         self._try(self._define)
         for record in backlog:
             self._try(self._log, record)
