@@ -10,7 +10,7 @@ train: $(VENV)/.done
 	$(BIN)/python -m mprun precision=fp16_dynamic model=vit $(ARGS)
 
 test: $(VENV)/.done
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: $(VENV)/.done
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
