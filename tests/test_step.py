@@ -13,7 +13,7 @@ from torch import nn
 
 from mprun.errors import ConfigError
 from mprun.training.result import APPLIED, EMPTY, NONFINITE_LOSS, OVERFLOW
-from mprun.training.step import eval_step, train_step
+from mprun.training.step import eval_step, gradient_norm, train_step
 from tests.conftest import BF16, FP16, REGRESSION, SGD, batch, toy, toy_batch
 
 MASTER_ = {"precision.name": "m", "precision.mode": "master", "precision.param_dtype": "float16", "precision.compute_dtype": "float16",
@@ -384,3 +384,15 @@ def test_regression_of_another_shape_is_refused_not_reshaped(make_state):
     with pytest.raises(ConfigError, match=r"\(2, 3\).*\(3, 2\)"):
         train_step(state, [batch(torch.ones(2, 1), torch.ones(3, 2))])
     assert train_step(make_state(toy(), **REGRESSION), [batch(torch.ones(2, 1), torch.ones(2))]).read().applied
+
+
+def test_the_norm_of_half_gradients_is_summed_in_float32(make_state):
+    """1000 gradients of 3000 have a norm of 94868, beyond what FP16 holds; each of them is finite."""
+    from tests.test_casting import PURE
+
+    state = make_state(nn.Linear(1000, 1, bias=False), **{**PURE, "precision.loss_scale.init": 1.0})
+    grads = [torch.full((1, 1000), 3000.0, dtype=torch.float16)]
+    norm, bad = gradient_norm(state, grads)
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(3000 * 1000**0.5, rel=1e-6)
+    assert not bad
