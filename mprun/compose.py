@@ -4,7 +4,7 @@ Composition is Hydra's (groups, overrides, recipes); this module adds what users
 
 * ``no``, ``off``, ``false`` and ``none`` switch off an optional key (``train.clip_norm=off``, ``train.ema=no``);
 * ``model.kwargs.depth=6`` works with and without ``+``, because ``kwargs`` are open;
-* ``recipe=digits/vit_fp16`` and ``recipe=./mine.yaml``;
+* ``recipe=digits/vit_fp16`` and ``recipe=./mine.yaml``, ``precision=./mine.yaml``;
 * errors of Hydra and OmegaConf as one block that names the key, the legal values and the nearest one.
 """
 
@@ -27,6 +27,7 @@ from mprun.data import check_dataset
 from mprun.errors import ConfigError
 from mprun.models.catalog import check_model
 from mprun.options import GROUPS, options, read_recipe, recipe_of, tree
+from mprun.precision_files import precision_file_of, read_precision
 from mprun.resume import Resume, find, idle_words
 from mprun.runs import slug
 from mprun.training.optim_catalog import check_optimizer
@@ -94,6 +95,8 @@ def prepare(overrides: Sequence[str]) -> list[str]:
             plus = "++"
         if key == "recipe" and not plus:
             value = ",".join(read_recipe(name) for name in value.split(","))
+        if key == "precision" and not plus:
+            value = ",".join(read_precision(name) for name in value.split(","))
         prepared.append(f"{plus}{key}={value}")
     return prepared
 
@@ -185,12 +188,12 @@ def check(node: DictConfig, *, command: str, folder: str = "") -> Config:
 
 
 def recorded(ready: Sequence[str]) -> tuple[str, ...]:
-    """Prepared overrides as a later run can read them: a recipe by the name that names it anywhere, not only in here."""
+    """Prepared overrides as a later run can read them: recipes and files by the name that names them anywhere, not only here."""
     kept = []
     for word in ready:
         key, _, value = word.partition("=")
-        recipe = recipe_of(value) if key == "recipe" else None
-        kept.append(f"recipe={recipe.name}" if recipe else word)
+        read = recipe_of(value) if key == "recipe" else precision_file_of(value) if key == "precision" else None
+        kept.append(f"{key}={read.name}" if read else word)
     return tuple(kept)
 
 

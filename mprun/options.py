@@ -79,7 +79,7 @@ def read_recipe(name: str) -> str:
         raise RecipeError(f"recipe={name} does not exist ({where}): {nearest(name, options('recipe'))}")
     try:
         text = path.read_bytes()
-        _refuse_bomb(yaml.compose(text.decode("utf-8"), Loader=yaml.SafeLoader), path)
+        refuse_bomb(yaml.compose(text.decode("utf-8"), Loader=yaml.SafeLoader), f"recipe {path}")
         node = OmegaConf.load(io.StringIO(text.decode("utf-8")))
         if not isinstance(node, DictConfig):
             raise RecipeError(f"recipe {path} is not a mapping of keys")
@@ -104,8 +104,8 @@ def read_recipe(name: str) -> str:
     return option
 
 
-def _refuse_bomb(root: Any, path: Path) -> None:
-    """Aliases of YAML stand for whole copies: a few lines can mean millions of values, or endlessly many.
+def refuse_bomb(root: Any, what: str) -> None:
+    """Refuse aliases of YAML, which stand for whole copies, where a few lines mean millions of values, or endlessly many.
 
     Raises:
         RecipeError: there are more than ``MOST_VALUES``.
@@ -115,7 +115,7 @@ def _refuse_bomb(root: Any, path: Path) -> None:
     def size(node: Any) -> int:
         if id(node) in sizes:
             if not sizes[id(node)]:
-                raise RecipeError(f"recipe {path} holds itself: an alias (*name) stands within its own anchor (&name)")
+                raise RecipeError(f"{what} holds itself: an alias (*name) stands within its own anchor (&name)")
             return sizes[id(node)]
         sizes[id(node)] = 0
         parts = node.value if isinstance(node.value, list) else []
@@ -124,7 +124,7 @@ def _refuse_bomb(root: Any, path: Path) -> None:
         return total
 
     if root is not None and (count := size(root)) > MOST_VALUES:
-        raise RecipeError(f"recipe {path} is {count:,} values long, aliases counted; the most is {MOST_VALUES:,}")
+        raise RecipeError(f"{what} is {count:,} values long, aliases counted; the most is {MOST_VALUES:,}")
 
 
 def recipe_of(option: str | None) -> Recipe | None:

@@ -25,7 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 from mprun.compose import Composed, check, choices_of, compose_run, hydra_version_base, prepare, recorded, register
 from mprun.compose_errors import check_words, translate
 from mprun.errors import ConfigError, MprunError, report
-from mprun.options import list_recipes, read_recipe, tree
+from mprun.options import is_file, list_recipes, read_recipe, tree
+from mprun.precision_files import read_precision
 from mprun.report.run_folders import alive
 from mprun.runs import SWEEP_FILE
 from mprun.sweeps.folder import Job, Sweep, claim, read_sweep, release, running_pids, set_aside, stop_file
@@ -58,7 +59,7 @@ class Task:
         in_process: the run happens in the process that calls.
         on_error_stop: no further job begins once one has failed.
         raises: a failed job is an error to the sweeper, which is not ours.
-        recipes: files of recipes, which only a process that has read them knows.
+        recipes: files of recipes, which only a process that has read them knows; ``precisions``: those of precision options.
         begun: when the sweep was issued, in seconds by the clock of its file system.
     """
 
@@ -68,12 +69,15 @@ class Task:
     raises: bool
     recipes: tuple[str, ...]
     begun: float
+    precisions: tuple[str, ...] = ()
 
     def __call__(self, node: DictConfig) -> float | None:
         """Run a job unless it is done. Returns the best value of its metric."""
         register()
         for name in self.recipes:
             read_recipe(name)
+        for name in self.precisions:
+            read_precision(name)
         sweep = read_sweep(Path(self.sweep))
         job = _job_of(sweep)
         outcome = self._run(sweep, job, node)
@@ -236,14 +240,14 @@ def through_hydra(now: Sweep, ready: Sequence[str], base: DictConfig) -> int:
         now.jobs = []
         now.save()
     in_process = base.hydra.launcher._target_ == BASIC
-    files = tuple(dict.fromkeys(word.partition("=")[2] for word in now.words if word.startswith("recipe=")))
     task = Task(
         str(now.folder),
         in_process=in_process,
         on_error_stop=base.sweep.on_error.name == "stop",
         raises=not grid,
-        recipes=tuple(name for value in files for name in value.split(",") if name.endswith((".yaml", ".yml"))),
+        recipes=_files(now.words, "recipe"),
         begun=begun,
+        precisions=_files(now.words, "precision"),
     )
     stopped = 0
 
@@ -265,6 +269,12 @@ def through_hydra(now: Sweep, ready: Sequence[str], base: DictConfig) -> int:
     with handlers(handle):
         by_hydra(["-m"], words, task)
     return stopped
+
+
+def _files(words: Sequence[str], group: str) -> tuple[str, ...]:
+    """The files that words give to a group, whose options they are only where they have been read."""
+    values = dict.fromkeys(word.partition("=")[2] for word in words if word.startswith(f"{group}="))
+    return tuple(name for value in values for name in value.split(",") if is_file(name))
 
 
 def _refused(now: Sweep) -> None:

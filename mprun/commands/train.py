@@ -20,6 +20,7 @@ from mprun.config import Config
 from mprun.config_check import to_plain
 from mprun.errors import CheckpointError, ConfigError, MprunError, PrecisionError
 from mprun.options import recipe_of
+from mprun.precision_files import precision_file_of
 from mprun.resume import Resume, lines_of, wants_auto
 from mprun.runs import locked, refuse_used
 
@@ -218,8 +219,9 @@ def _write(
 
     plain, checkpoints = run.metadata["config"], run.run_dir / "checkpoints"
     recipe = recipe_of(composed.choices.get("recipe")) if composed else None
-    about = {"name": recipe.name, "sha256": recipe.sha256} if recipe else None
-    write_folder(run, plain, modules, kernels=kernels, recipe=about)
+    file = precision_file_of(composed.choices.get("precision")) if composed else None
+    about, from_file = ({"name": read.name, "sha256": read.sha256} if read else None for read in (recipe, file))
+    write_folder(run, plain, modules, kernels=kernels, recipe=about, precision_file=from_file)
     if composed is not None:
         write_hydra(run.run_dir, plain, composed.hydra, composed.overrides)
     if resume is not None and resume.checkpoint.parent == checkpoints:

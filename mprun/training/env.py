@@ -237,6 +237,7 @@ def describe_environment(
     cpu_fp16: str | None = None,
     data_sha256: str | None = None,
     recipe: Mapping[str, str] | None = None,
+    precision_file: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The content of ``env.json``. No environment variable is copied, so no secret can get in that way.
 
@@ -248,6 +249,7 @@ def describe_environment(
         cpu_fp16: which kernels compute FP16 on the CPU (``fast`` or ``native``), null where that plays no part.
         data_sha256: of the training data, where known.
         recipe: ``name`` and ``sha256`` of the recipe, if one was given.
+        precision_file: path and ``sha256`` of the file that ``precision=`` named, if it was one.
     """
     import torch
 
@@ -278,6 +280,7 @@ def describe_environment(
         "config_hash": config_hash(config),
         "data_sha256": data_sha256,
         "recipe": dict(recipe) if recipe else None,
+        "precision_file": dict(precision_file) if precision_file else None,
     }
 
 

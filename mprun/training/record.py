@@ -39,6 +39,7 @@ def write_folder(
     *,
     kernels: str,
     recipe: Mapping[str, str] | None,
+    precision_file: Mapping[str, str] | None = None,
 ) -> None:
     """``config.yaml env.json modules.json`` and ``outputs/latest``; what an earlier life of the run said of its end goes.
 
@@ -48,6 +49,7 @@ def write_folder(
         modules: the precision table, as observed.
         kernels: which kernels compute FP16 on the CPU; ``none`` where that plays no part.
         recipe: ``name`` and ``sha256``, if one was given.
+        precision_file: path and ``sha256``, likewise.
 
     Raises:
         MprunError: the disk refuses.
@@ -61,6 +63,7 @@ def write_folder(
         cpu_fp16=None if kernels == "none" else kernels,
         data_sha256=run.data.spec.sha256,
         recipe=recipe,
+        precision_file=precision_file,
     )
     with _disk(folder):
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)

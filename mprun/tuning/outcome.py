@@ -15,6 +15,7 @@ from mprun.compose import compose
 from mprun.config_check import to_plain
 from mprun.errors import MprunError
 from mprun.options import COMMAND_LINE_ONLY
+from mprun.precision_files import precision_file_of
 from mprun.report.runs_table import Row, RunsTable
 from mprun.report.summary import shown_path
 from mprun.resume import changes
@@ -129,7 +130,8 @@ def write_recipe(path: Path, best: FrozenTrial, words: Sequence[str], settings: 
         MprunError: the disk refuses.
     """
     composed = compose(words)
-    choices = {group: composed.choices[group] for group in CHOSEN}
+    # A precision from a file of the user's own is written out: a recipe names options only.
+    choices = {group: option for group in CHOSEN if precision_file_of(option := composed.choices[group]) is None}
     found = to_plain(composed.config)
     usual = to_plain(compose([f"{group}={option}" for group, option in choices.items()]).config)
     node = OmegaConf.create({"defaults": [{f"override /{group}": option} for group, option in choices.items()]})
