@@ -138,7 +138,7 @@ def reference(
     kept: list[SavedState] = []
     with undisturbed(), switches(plain, device):
         state, data, plan = ready(plain, device)
-        curve, broken = _go(state, data, plain, steps=min(steps, plan.steps), keep=set(keep), kept=kept, step=watch)
+        curve, broken = go(state, data, plain, steps=min(steps, plan.steps), keep=set(keep), kept=kept, step=watch)
     return Reference(plain, curve, tuple(kept), data, device, broken)
 
 
@@ -152,7 +152,7 @@ def short_run(config: Config, *, steps: int, seed: int | None = None, watch: Ste
     device = device_of(own)
     with undisturbed(), switches(own, device):
         state, data, plan = ready(own, device)
-        return _go(state, data, own, steps=min(steps, plan.steps), keep=set(), kept=[], step=watch)[0]
+        return go(state, data, own, steps=min(steps, plan.steps), step=watch)[0]
 
 
 @contextmanager
@@ -178,18 +178,23 @@ def save_state(state: TrainState, window: Sequence[Batch]) -> SavedState:
     return SavedState(state.counters.applied, content, tuple(window), content["rng"])
 
 
-def _go(
+def go(
     state: TrainState,
     data: Data,
     config: Config,
     *,
     steps: int,
-    keep: set[int],
-    kept: list[SavedState],
-    step: Step | None,
+    keep: set[int] | None = None,
+    kept: list[SavedState] | None = None,
+    step: Step | None = None,
 ) -> tuple[Curve, SavedState | None]:
-    """The loop: fetch a window, keep the state if asked to, step, look how it ended."""
+    """The loop: fetch a window, keep the state if asked to, step, look how it ended. Inside the switches of ``config``.
+
+    Returns:
+        How it went, and the state and window at which it stopped if it could not go on.
+    """
     take = step or train_step
+    keep, kept = keep or set(), kept if kept is not None else []
     losses: list[float] = []
     norms: list[float] = []
     skips: list[int] = []
