@@ -272,6 +272,26 @@ class SweepConfig:
 
 
 @dataclass
+class CompareConfig:
+    """``compare.*``: of ``mprun compare`` as a whole; no run differs by these keys. See ``mprun/numerics/parity.py``.
+
+    ``seeds``: how many, counted from ``seed``, or a list of them. ``metric``: null for what a run calls its best. ``margin``: in
+    the metric's unit, null for one point of top-1 or 1 % of the loss; never less than ``spread`` standard deviations of the
+    baseline's seeds. ``gradient_steps``: applied steps of an FP32 run at which gradients are compared.
+    """
+
+    precisions: list[str] = field(default_factory=lambda: ["fp32", "bf16", "fp16_dynamic"])
+    baseline: str = "fp32"
+    seeds: Any = 3
+    metric: str | None = None
+    margin: float | None = None
+    spread: float = 2.0
+    confidence: float = 0.95
+    gradient_steps: list[int] = field(default_factory=lambda: [0, 10, 100])
+    strict: bool = False
+
+
+@dataclass
 class NumericsConfig:
     """``numerics.*``: how numbers are computed where a device leaves a choice."""
 
@@ -298,5 +318,6 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
     meta: dict[str, Any] = field(default_factory=dict)
     expect: list[Any] = field(default_factory=list)

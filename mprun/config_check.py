@@ -103,6 +103,18 @@ RANGES: dict[str, Rule] = {
     "tracking.entity": ("a user or team of W&B, or null", lambda v: bool(v.strip()) and "/" not in v),
     "tracking.group": ("1 to 128 characters, or null", lambda v: bool(v.strip()) and len(v) <= 128),
     "tracking.tags": ("tags of 1 to 64 characters", lambda v: all(tag.strip() and len(tag) <= 64 for tag in v)),
+    "compare.seeds": (
+        "a number of seeds, or a list of different ones, as in compare.seeds=0,1,2",
+        lambda v: (
+            all(isinstance(seed, int) and 0 <= seed < 2**63 for seed in v) and 0 < len(v) == len(set(v))
+            if isinstance(v, list)
+            else isinstance(v, int) and not isinstance(v, bool) and 1 <= v <= 1000
+        ),
+    ),
+    "compare.margin": _not_negative(),
+    "compare.spread": _between(0, 100),
+    "compare.confidence": ("above 0.5 and below 1", lambda v: 0.5 < v < 1),
+    "compare.gradient_steps": ("numbers of steps from 0 up", lambda v: all(step >= 0 for step in v)),
     "sweep.jobs": ("a number of jobs at once, from 1 to 1024", lambda v: 1 <= v <= 1024),
 }
 

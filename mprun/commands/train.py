@@ -7,6 +7,7 @@ ours as a traceback.
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import sys
 import time
@@ -32,6 +33,8 @@ def run(overrides: Sequence[str]) -> int:
     """Train once. Returns the exit status: 0 ok, 1 failed or diverged, 130/143 interrupted."""
     if of_sweep := [word for word in overrides if word.lstrip("+").startswith(("sweep=", "sweep."))]:
         raise ConfigError(f"{of_sweep[0]} is about a sweep, and this is one run: add -m, or leave it out")
+    if of_compare := [word for word in overrides if word.lstrip("+").startswith("compare.")]:
+        raise ConfigError(f"{of_compare[0]} is about a comparison, and this is one run: mprun compare, or leave it out")
     composed, resume = compose_run(overrides)
     run_dir = resume.run_dir if resume and resume.run_dir else composed.run_dir
     return execute(composed.config, run_dir, resume=resume, composed=composed, again=wants_auto(overrides))
@@ -157,6 +160,8 @@ def _observed(run: Any) -> list[dict[str, Any]]:
     from mprun.training.observe import check_plan, observe
 
     first = next(iter(run.data.train_batches(run.state.position.epoch, 0)))
+    if run.state.position.epoch == 0:
+        run.first_batch = hashlib.sha256(first.ids.numpy().tobytes()).hexdigest()[:12]
     try:
         modules = observe(run.state, first)
     except Exception as error:

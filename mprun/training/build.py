@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -105,6 +106,7 @@ def build(config: Config, device: torch.device, *, resuming: bool = False) -> tu
     model = build_model(config.model, data.spec, trust=config.trust)
     if config.model.init is not None and not resuming:  # a checkpoint holds what became of it
         _start_from(model, config.model.init)
+    mark = fingerprint(model) if config.model.init is None or not resuming else None
     plan = make_plan(config, data.batches_per_epoch)
     if plan.steps < 1:
         raise ConfigError(
@@ -113,8 +115,24 @@ def build(config: Config, device: torch.device, *, resuming: bool = False) -> tu
         )
     schedule = build_schedule(config.schedule, plan.steps)
     state = build_state(config, model, schedule, device)
-    state.num_classes = data.spec.num_classes
+    state.num_classes, state.fingerprint = data.spec.num_classes, mark
     return state, data, plan
+
+
+def fingerprint(model: nn.Module) -> str:
+    """12 hex digits by which two initialisations are told apart: names, shapes, and up to 4,096 values of each parameter.
+
+    A hash of every value would take seconds for a large model, and initialisations that differ do so everywhere.
+    """
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if parameter.layout != torch.strided or nn.parameter.is_lazy(parameter):
+            continue
+        found.update(f"{name} {tuple(parameter.shape)}".encode())
+        values = parameter.detach().flatten()
+        some = values[:: max(values.numel() // 4096, 1)].cpu()
+        found.update((some.float() if some.is_floating_point() else some).contiguous().numpy().tobytes())
+    return found.hexdigest()[:12]
 
 
 def _start_from(model: nn.Module, path: str) -> None:

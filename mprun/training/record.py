@@ -65,6 +65,7 @@ def write_folder(
         recipe=recipe,
         precision_file=precision_file,
     )
+    about["start"] = _start(run)
     with _disk(folder):
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         checkpoint.clean(folder / "checkpoints")
@@ -74,6 +75,20 @@ def write_folder(
         (folder / RESULT).unlink(missing_ok=True)
         (folder / ERROR).unlink(missing_ok=True)
     point_latest(folder)
+
+
+def _start(run: Run) -> dict[str, Any]:
+    """What two runs have in common that differ in nothing but their numerics: hashes of initialisation and first batch.
+
+    A run that goes on does not know them all any more: what its earlier life has written counts.
+    """
+    spec = run.data.spec
+    now = {"parameters": run.state.fingerprint, "first_batch": run.first_batch, "num_classes": spec.num_classes}
+    try:
+        before = json.loads((run.run_dir / "env.json").read_text(encoding="utf-8"))["start"]
+    except (OSError, ValueError, KeyError, TypeError):
+        before = {}
+    return {key: before.get(key) if value is None else value for key, value in now.items()}
 
 
 def write_hydra(folder: Path, plain: Mapping[str, Any], hydra: Any, overrides: Sequence[str]) -> None:

@@ -72,6 +72,7 @@ class TrainState:
         applied: applied optimizer steps, 0-D int64 on the device. LR, EMA and warm-up count these.
         task: what the loss is.
         num_classes: of the dataset; None where nobody said.
+        fingerprint: of the initialisation, before any cast; None where it is not known any more.
     """
 
     model: nn.Module
@@ -97,6 +98,7 @@ class TrainState:
     applied: Tensor
     ema: Ema | None = None
     num_classes: int | None = None
+    fingerprint: str | None = None
     written: frozenset[tuple[nn.Module, str]] = frozenset()
     written_in_eval: set[tuple[nn.Module, str]] | None = None
     position: Position = field(default_factory=Position)
