@@ -105,3 +105,42 @@ def test_ulp_of_float64_is_pythons(x: float) -> None:
 def test_needs_no_torch() -> None:
     code = "import mprun.numerics.formats, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+FP8 = [FORMATS["float8_e4m3fn"], FORMATS["float8_e5m2"]]
+
+
+@pytest.mark.parametrize("form", FP8, ids=lambda form: form.name)
+def test_every_eight_bit_number(form: Format) -> None:
+    dtype = getattr(torch, form.name)
+    values = torch.arange(1, 2**7, dtype=torch.uint8).view(dtype).double()
+    values = values[values.isfinite()]
+    # E4M3 gives away a single pattern (NaN), E5M2 a whole exponent.
+    assert len(values) == (2**7 - 2 if not form.has_inf else 2**7 - 2**form.mantissa_bits - 1)
+    assert (values[-1].item(), values[0].item()) == (form.max, form.smallest_subnormal)
+    assert values[2**form.mantissa_bits - 1].item() == form.smallest_normal
+    assert [form.ulp(x) for x in values[:-1].tolist()] == values.diff().tolist()
+    facts = torch.finfo(dtype)
+    assert (form.max, form.eps, form.smallest_normal) == (facts.max, facts.eps, facts.tiny)
+    assert form.bytes == torch.empty(0, dtype=dtype).element_size()
+
+
+def test_where_the_eight_bit_formats_overflow() -> None:
+    e4m3, e5m2 = FP8
+
+    def cast(x: float, form: Format) -> float:
+        return torch.tensor(x, dtype=torch.float64).to(getattr(torch, form.name)).double().item()
+
+    assert (e5m2.max, e5m2.overflow) == (57344.0, 61440.0)
+    assert cast(e5m2.overflow, e5m2) == math.inf
+    assert cast(61439.0, e5m2) == e5m2.max
+    # 464 is the midpoint of 448 and the 480 that would follow; the tie goes to 448, whose mantissa is even.
+    assert e4m3.max == 448.0
+    assert 464.0 < e4m3.overflow < 464.0001
+    assert cast(464.0, e4m3) == 448.0
+    # Beyond, there is no inf to become: torch makes it the largest number, or NaN.
+    assert not math.isinf(cast(1e6, e4m3))
+    assert cast(480.0, e4m3) == 448.0 or math.isnan(cast(480.0, e4m3))
+    for form in FP8:
+        assert cast(form.smallest_subnormal / 2, form) == 0.0
+        assert cast(form.smallest_subnormal * 0.51, form) == form.smallest_subnormal

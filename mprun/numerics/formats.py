@@ -7,6 +7,10 @@ A format with a sign bit, e exponent bits and m mantissa bits holds (bias = 2**(
 
 so the spacing of its numbers (the ulp) is 2**(x - m), and never below 2**(1 - bias - m). FP16 spends its bits on the
 mantissa, BF16 on the exponent: that is all there is to the choice between precision and range.
+
+FP8 E5M2 is of this layout. E4M3 (torch's ``float8_e4m3fn``) is not: eight bits are too few to give a whole exponent away, so
+the top one holds numbers as well, there is no inf, and only the all-ones mantissa is NaN. So x goes up to bias + 1, and the
+largest number is 1.75 * 2**8 = 448. What is beyond becomes 448 or NaN, as whoever casts likes (torch has done both).
 """
 
 from __future__ import annotations
@@ -17,19 +21,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Format:
-    """A binary float format of IEEE 754's layout.
+    """A binary float format of IEEE 754's layout, or of E4M3's.
 
     Attributes:
         name: as torch writes the dtype (``tfloat32`` is the input format of a Tensor Core, no dtype).
         exponent_bits: they give the range.
         mantissa_bits: they give the precision; the leading 1 is not stored.
         bytes: what a number takes in memory.
+        has_inf: whether the top exponent is inf and NaN; otherwise it holds numbers, but for one NaN.
     """
 
     name: str
     exponent_bits: int
     mantissa_bits: int
     bytes: int
+    has_inf: bool = True
 
     @property
     def _bias(self) -> int:
@@ -38,12 +44,20 @@ class Format:
     @property
     def max(self) -> float:
         """The largest finite number."""
-        return (2.0 - self.eps) * 2.0**self._bias
+        if self.has_inf:
+            return (2.0 - self.eps) * 2.0**self._bias
+        return (2.0 - 2 * self.eps) * 2.0 ** (self._bias + 1)
 
     @property
     def overflow(self) -> float:
-        """The smallest number that rounds to inf: halfway between ``max`` and the power of two that would follow."""
-        return (2.0 - self.eps / 2) * 2.0**self._bias
+        """The smallest number that rounds to inf: halfway between ``max`` and the power of two that would follow.
+
+        The tie goes to the even mantissa. Without inf that is ``max``'s own, so it takes more than half a step to be beyond it:
+        this is then the float64 above the midpoint.
+        """
+        if self.has_inf:
+            return (2.0 - self.eps / 2) * 2.0**self._bias
+        return math.nextafter(self.max + self.ulp(self.max) / 2, math.inf)
 
     @property
     def smallest_normal(self) -> float:
@@ -74,12 +88,14 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {
-    name: Format(name, exponent_bits, mantissa_bits, size)
-    for name, exponent_bits, mantissa_bits, size in (
-        ("float16", 5, 10, 2),
-        ("bfloat16", 8, 7, 2),
-        ("tfloat32", 8, 10, 4),
-        ("float32", 8, 23, 4),
-        ("float64", 11, 52, 8),
+    form.name: form
+    for form in (
+        Format("float16", 5, 10, 2),
+        Format("bfloat16", 8, 7, 2),
+        Format("tfloat32", 8, 10, 4),
+        Format("float32", 8, 23, 4),
+        Format("float64", 11, 52, 8),
+        Format("float8_e4m3fn", 4, 3, 1, has_inf=False),
+        Format("float8_e5m2", 5, 2, 1),
     )
 }

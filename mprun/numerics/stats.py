@@ -8,9 +8,10 @@ format F and a loss scale S, with shift k = log2(S)::
     overflow    S * x rounds to inf:             |S * x| >= F.overflow                 e + k >  exponent of F.max
 
 so one histogram, taken once and of unscaled numbers, answers the question for every format and every power-of-two scale.
-The limits of a format are powers of two but for the last one: numbers between F.overflow (65520 for FP16) and the power of
-two above share an exponent with finite ones. A histogram cannot tell them apart, so they are counted as overflow only if
-they are beyond that power of two, which is at most ``eps`` of a binade away; whether *any* number overflows is exact, by amax.
+The limits of a format are powers of two but for the last one: numbers between F.overflow (65520 for FP16, above 464 for FP8
+E4M3) and the power of two above share an exponent with finite ones. A histogram cannot tell them apart, so they are counted
+as overflow only if they are beyond that power of two (65536, 512); whether *any* number overflows is exact, by amax. In the
+same way a number that rounds up to the smallest normal one is counted as subnormal.
 
 :func:`measure` works on the device and reads nothing; :func:`unpack` makes a :class:`Stats` of it on the host.
 """
@@ -18,7 +19,7 @@ they are beyond that power of two, which is at most ``eps`` of a binade away; wh
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,13 @@ BIAS, BINS = 127, 256
 # What :func:`measure` packs in front of the histogram.
 HEAD = 5
 PACKED = HEAD + BINS
+# Of float32's 32 bits: all but the sign, the width of the mantissa, and the first that is no finite number.
+MAGNITUDE, MANTISSA, INFINITY = 0x7FFFFFFF, 23, 0x7F800000
+# A square of 2**60 and less, and of its inverse, is a normal float32, also when many of them are added.
+SAFE_EXPONENT = 40
+# How many numbers are looked at together. On the CPU they and what is made of them stay in a core's cache, and torch, which
+# splits among threads what has 2**15 numbers, leaves them to one; on an accelerator they take little room.
+CPU_CHUNK, DEVICE_CHUNK = 2**15 - 2**6, 2**22
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,7 @@ class Stats:
         return max(beyond, 1 / max(self.nonzero, 1))
 
     def overflows(self, form: Format, scale: float = 1.0) -> bool:
-        """Whether any finite number becomes inf in ``form`` after ``scale``. Exact."""
+        """Whether any finite number is beyond ``form`` after ``scale``: it becomes inf (E4M3: its largest, or NaN). Exact."""
         return self.amax * scale >= form.overflow
 
     def _below(self, exponent: int, scale: float) -> float:
@@ -122,38 +130,104 @@ def from_json(saved: dict[str, Any]) -> Stats:
 
 
 @torch.no_grad()
-def measure(tensor: Tensor, factor: Tensor | float | None = None) -> Tensor:
-    """The numbers of ``tensor``, packed. Nothing is read by the host.
+def measure(tensor: Tensor, factor: Tensor | float | None = None, *, minus: Tensor | None = None) -> Tensor:
+    """The numbers of ``tensor``, packed. Nothing is read from an accelerator.
 
     Args:
         tensor: floating-point, any shape, dtype and device; a complex number counts as two. float64 is rounded to float32.
         factor: a 0-D float32 tensor or a number that every value is multiplied by in float32 first, such as 1/S.
+        minus: a tensor of the same shape that is subtracted first, in float32.
 
     Returns:
         float64 of shape (PACKED,): count, zeros, non-finite, amax, sum of squares, then the histogram.
     """
+    order = _memory_order(tensor)
+    flat = _flat(tensor, order)
+    rest = None if minus is None else _flat(minus, order)
+    on_cpu = tensor.device.type == "cpu"
+    size = CPU_CHUNK if on_cpu else DEVICE_CHUNK
+    pieces = (
+        _prepared(flat[start : start + size], factor, None if rest is None else rest[start : start + size])
+        for start in range(0, flat.numel(), size)
+    )
+    return _look_here(pieces) if on_cpu else _look_there(pieces, tensor.device)
+
+
+def _prepared(x: Tensor, factor: Tensor | float | None, minus: Tensor | None) -> Tensor:
+    x = x.float()
+    if minus is not None:
+        x = x - minus.float()
+    return x if factor is None else x * factor
+
+
+def _memory_order(tensor: Tensor) -> list[int] | None:
+    """The dimensions from the slowest to the fastest, where that is not their own order: then no copy is made."""
+    if tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    return sorted(range(tensor.ndim), key=lambda dim: strides[dim], reverse=True)
+
+
+def _flat(tensor: Tensor, order: list[int] | None) -> Tensor:
+    """The real numbers of ``tensor``, 1-D; a view wherever there can be one."""
+    tensor = tensor.detach() if order is None else tensor.detach().permute(order)
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    x = tensor.detach().reshape(-1).float()
-    if factor is not None:
-        x = x * factor
-    # As integers, magnitudes are ordered like the floats that they are, and the exponent is a shift away.
-    magnitude = x.view(torch.int32) & 0x7FFFFFFF
-    exponents = magnitude >> 23
-    if x.device.type == "cpu":
-        histogram = torch.bincount(exponents, minlength=BINS).double()
-    else:  # torch.bincount asks the device how large the result will be
-        ones = torch.ones((), dtype=torch.float64, device=x.device).expand(x.numel())
-        histogram = torch.zeros(BINS, dtype=torch.float64, device=x.device).scatter_add_(0, exponents.long(), ones)
-    finite = torch.where(exponents == BINS - 1, 0, magnitude)
-    count = histogram.sum()
-    zeros = count - torch.count_nonzero(magnitude)
-    nonfinite = histogram[-1].clone()
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.reshape(-1)
+
+
+def _look_here(pieces: Iterable[Tensor]) -> Tensor:
+    """Packed numbers of 1-D float32 ``pieces`` on the CPU, where reading a result is free and decides what is left to do."""
+    histogram = torch.zeros(BINS, dtype=torch.int64)
+    count, zeros, largest, squares = 0, 0, 0, 0.0
+    for x in pieces:
+        # As integers, magnitudes are ordered like the floats that they are, and the exponent is a shift away.
+        magnitude = x.view(torch.int32) & MAGNITUDE
+        found = torch.bincount(magnitude >> MANTISSA, minlength=BINS)
+        histogram += found
+        count += x.numel()
+        if int(found[0]):
+            zeros += x.numel() - int(torch.count_nonzero(magnitude))
+        top = int(magnitude.amax())
+        if top >= INFINITY:
+            magnitude = torch.where(magnitude >= INFINITY, 0, magnitude)
+            x, top = magnitude.view(torch.float32), int(magnitude.amax())
+        largest = max(largest, top)
+        # Far from 1 a square would leave float32's range.
+        wide = x if abs((top >> MANTISSA) - BIAS) <= SAFE_EXPONENT else x.double()
+        squares += float(torch.dot(wide, wide))
+    amax = float(torch.tensor(largest, dtype=torch.int32).view(torch.float32))
+    head = torch.tensor([count, zeros, int(histogram[-1]), amax, squares], dtype=torch.float64)
     histogram[0] -= zeros
     histogram[-1] = 0
-    amax = finite.amax().view(torch.float32).double() if x.numel() else torch.zeros_like(count)
-    norm = torch.linalg.vector_norm(finite.view(torch.float32), dtype=torch.float64)
-    return torch.cat([torch.stack([count, zeros, nonfinite, amax, norm.square()]), histogram])
+    return torch.cat([head, histogram.double()])
+
+
+def _look_there(pieces: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The same on an accelerator, which is not asked for anything."""
+    packed = [torch.zeros(PACKED, dtype=torch.float64, device=device)]
+    for x in pieces:
+        magnitude = x.view(torch.int32) & MAGNITUDE
+        histogram = _histogram(magnitude >> MANTISSA)
+        finite = torch.where(magnitude >= INFINITY, 0, magnitude)
+        count = torch.full((), x.numel(), dtype=torch.float64, device=device)
+        zeros = count - torch.count_nonzero(magnitude)
+        nonfinite = histogram[-1].clone()
+        histogram[0] -= zeros
+        histogram[-1] = 0
+        amax = finite.amax().view(torch.float32).double()
+        squares = torch.linalg.vector_norm(finite.view(torch.float32), dtype=torch.float64).square()
+        packed.append(torch.cat([torch.stack([count, zeros, nonfinite, amax, squares]), histogram]))
+    return combine(packed)
+
+
+def _histogram(exponents: Tensor) -> Tensor:
+    """How often each of 0 .. BINS - 1 occurs, float64. Not ``bincount``: it would ask the device how large its result will be."""
+    if exponents.device.type == "cuda":
+        return torch.histc(exponents, bins=BINS, min=0, max=BINS).double()
+    ones = torch.ones((), dtype=torch.float64, device=exponents.device).expand(exponents.numel())
+    counts = torch.zeros(BINS, dtype=torch.float64, device=exponents.device)
+    return counts.scatter_add_(0, exponents.long(), ones)
 
 
 def combine(packed: Sequence[Tensor]) -> Tensor:
