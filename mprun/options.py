@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from mprun.runs import slug
 GROUPS = ("model", "dataset", "precision", "optimizer", "schedule", "train", "tracking", "sweep", "recipe")
 # What a recipe may not set: it would act on the machine or on other runs, not on the experiment.
 COMMAND_LINE_ONLY = ("trust", "resume", "command", "hydra")
+# What a file may look up: another key, or a variable of the environment that is meant for mprun, with a plain default. Others
+# (a password, a key) would end up in the run folder, and those who sent the recipe may see that.
+LOOKUP = re.compile(r"\$\{(?:oc\.env:\s*MPRUN_\w+\s*(?:,[^${}]*)?|[\w.\[\]-]+)\}")
 # The longest recipe here has some hundred; from thousands on composing takes minutes.
 MOST_VALUES = 5000
 
@@ -79,7 +83,9 @@ def read_recipe(name: str) -> str:
         raise RecipeError(f"recipe={name} does not exist ({where}): {nearest(name, options('recipe'))}")
     try:
         text = path.read_bytes()
-        refuse_bomb(yaml.compose(text.decode("utf-8"), Loader=yaml.SafeLoader), f"recipe {path}")
+        root = yaml.compose(text.decode("utf-8"), Loader=yaml.SafeLoader)
+        refuse_bomb(root, f"recipe {path}")
+        refuse_lookups(root, f"recipe {path}")
         node = OmegaConf.load(io.StringIO(text.decode("utf-8")))
         if not isinstance(node, DictConfig):
             raise RecipeError(f"recipe {path} is not a mapping of keys")
@@ -125,6 +131,31 @@ def refuse_bomb(root: Any, what: str) -> None:
 
     if root is not None and (count := size(root)) > MOST_VALUES:
         raise RecipeError(f"{what} is {count:,} values long, aliases counted; the most is {MOST_VALUES:,}")
+
+
+def refuse_lookups(root: Any, what: str) -> None:
+    """Refuse a file that looks up more than keys and variables of the environment with names like ``MPRUN_DATA``.
+
+    Args:
+        root: the file as YAML's nodes, after :func:`refuse_bomb`.
+        what: how messages name it.
+
+    Raises:
+        RecipeError: names the text.
+    """
+    if root is None:
+        return
+    if not isinstance(root.value, list):
+        # An escaped ${ is refused with the rest: nobody needs it here.
+        if "${" in LOOKUP.sub("", root.value):
+            raise RecipeError(
+                f"{what}, line {root.start_mark.line + 1}: {root.value!r} looks up what a file may not; legal are another key, "
+                "${train.steps}, and an environment variable of mprun's own, ${oc.env:MPRUN_DATA} or ${oc.env:MPRUN_DATA,null}"
+            )
+        return
+    for part in root.value:
+        for node in part if isinstance(part, tuple) else (part,):
+            refuse_lookups(node, what)
 
 
 def recipe_of(option: str | None) -> Recipe | None:

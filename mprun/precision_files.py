@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mprun.config import Config, LossScaleConfig, PrecisionConfig
 from mprun.config_check import to_config
 from mprun.errors import ConfigError, nearest
-from mprun.options import Recipe, is_file, options, refuse_bomb
+from mprun.options import Recipe, is_file, options, refuse_bomb, refuse_lookups
 from mprun.runs import slug
 
 GROUP = "precision"
@@ -78,7 +78,9 @@ def _load(path: Path, given: str) -> tuple[DictConfig, bytes]:
         )
     try:
         text = path.read_bytes()
-        refuse_bomb(yaml.compose(text.decode("utf-8"), Loader=yaml.SafeLoader), f"precision={given}")
+        root = yaml.compose(text.decode("utf-8"), Loader=yaml.SafeLoader)
+        refuse_bomb(root, f"precision={given}")
+        refuse_lookups(root, f"precision={given}")
         node = OmegaConf.load(io.StringIO(text.decode("utf-8")))
     except (yaml.YAMLError, UnicodeDecodeError, OSError, RecursionError, OmegaConfBaseException) as error:
         raise ConfigError(f"precision={given} is not readable YAML: {' '.join(str(error).split())}") from error

@@ -47,3 +47,36 @@ def test_keyword_arguments_can_be_given_as_one_mapping() -> None:
 
 def test_nesting_without_end_is_not_readable(tmp_path: Path) -> None:
     assert "is not readable YAML" in told(tmp_path / "deep.yaml", "meta: {x: " + "[" * 5000 + "]" * 5000 + "}\n")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "${oc.env:WANDB_API_KEY}",
+        "${oc.env:HOME,none}",
+        "x${oc.env: HOME}",
+        "${oc.${meta.a}:HOME}",
+        "${oc.env:${meta.a}}",
+        "${oc.env:MPRUN_X,${oc.env:HOME}}",
+        "${oc.decode:meta.a}",
+        "${hydra:runtime.cwd}",
+    ],
+)
+def test_a_file_cannot_look_up_the_environment(tmp_path: Path, value: str) -> None:
+    text = told(tmp_path / "curious.yaml", f"meta:\n  a: env\n  title: '{value}'\n")
+    assert "line 3" in text
+    assert value in text
+    assert "MPRUN_DATA" in text
+    precision = tmp_path / "precision.yaml"
+    precision.write_text(f"defaults: [fp16_dynamic]\nfp32_modules: ['{value}']\n", encoding="utf-8")
+    with pytest.raises(RecipeError, match="line 2"):
+        compose([f"precision={precision}"])
+
+
+def test_a_file_may_look_up_keys_and_variables_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPRUN_TITLE", "mine")
+    path = tmp_path / "modest.yaml"
+    path.write_text(
+        "meta:\n  title: ${oc.env:MPRUN_TITLE}\n  other: ${oc.env:MPRUN_NONE,null}\n  seed: ${seed}\n", encoding="utf-8"
+    )
+    assert compose([f"recipe={path}"]).config.meta == {"title": "mine", "other": None, "seed": 0}
