@@ -23,37 +23,25 @@ mend.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mprun.config import Config
 from mprun.data.base import Batch
-from mprun.lab.reference import Curve, Reference, SavedState, go, lab_config, undisturbed, windows
+from mprun.lab.reference import Reference, SavedState, windows
+from mprun.lab.replay import Replay
 from mprun.lab.rounding import rounded_borders
-from mprun.models.build import build_model
 from mprun.numerics.formats import FORMATS
-from mprun.training.build import switches
-from mprun.training.buffers import adopt_buffers
-from mprun.training.checkpoint import load_weights, restore
-from mprun.training.env import restore_rng, seed_everything
-from mprun.training.observe import check_plan, observe
-from mprun.training.run import make_plan
-from mprun.training.schedule import build_schedule
-from mprun.training.state import TrainState, build_state
-from mprun.training.step import accumulate
+from mprun.training.state import TrainState
 
 ROUNDING, NOISE, CAP, FLOOR = 4.0, 0.1, 0.5, 1e-6  # R, K, the cap of the noise, Z
 ALL = "(all)"  # where the whole gradient stands among modules
-KEPT = Path("the kept state")
 
 
 @dataclass(frozen=True)
@@ -129,106 +117,37 @@ class Evaluator:
     """
 
     def __init__(self, reference: Reference, config: Config, *, tolerance: float = 1.0) -> None:
-        """Take the FP32 baselines. See the class."""
-        self.reference = reference
-        self.config = lab_config(config, seed=reference.config.seed)
+        """See the class."""
+        self.replay = Replay(reference, config)
         self.tolerance = tolerance
-        self.device = reference.device
         self.known: dict[tuple[frozenset[str], float | None], Evaluation] = {}
         self.settled: dict[int, float] = {}
-        plan = make_plan(self.config, reference.data.batches_per_epoch)
-        self.schedule = build_schedule(self.config.schedule, plan.steps)
-        with undisturbed():
-            seed_everything(self.config.seed)
-            self.pristine = build_model(self.config.model, reference.data.spec, trust=self.config.trust)
-            with switches(reference.config, self.device):
-                self.rows, self.written = self._looked()
-                self.baselines = [self._baseline(saved) for saved in reference.states]
 
-    # --- models -------------------------------------------------------------------------------------------------------
+    @cached_property
+    def baselines(self) -> list[Baseline]:
+        """What FP32 says at each state."""
+        with self.replay.running(None) as state:
+            return [self._baseline(state, saved) for saved in self.replay.reference.states]
 
-    def configured(self, modules: Sequence[str] | None) -> Config:
-        """The candidate's config with ``modules`` in FP32; the reference's for None."""
-        if modules is None:
-            return self.reference.config
-        config = copy.copy(self.config)
-        rules = [*self.config.precision.fp32_modules]
-        config.precision = dataclasses.replace(
-            self.config.precision, fp32_modules=rules + [name for name in modules if name not in rules]
-        )
-        return config
-
-    def build(self, modules: Sequence[str] | None) -> TrainState:
-        """A fresh state, for the candidate with ``modules`` in FP32 or (None) for FP32. Inside its switches."""
-        state = build_state(self.configured(modules), self._model(), self.schedule, self.device)
-        state.num_classes = self.reference.data.spec.num_classes
-        return state
-
-    def _model(self) -> nn.Module:
-        return copy.deepcopy(self.pristine)
-
-    def _looked(self) -> tuple[list[dict[str, Any]], bool]:
-        """The FP32 model's table of modules, and whether its forward pass writes to parameters."""
-        state = self.build(None)
-        restore(state, self.reference.states[0].checkpoint, path=KEPT)
-        rows = observe(state, self.reference.states[0].window[0])
-        return rows, bool(state.written)
-
-    def place(self, state: TrainState, saved: SavedState) -> None:
-        """Put the saved weights, buffers and random numbers into ``state``; optimizer and counters stay."""
-        content = saved.checkpoint
-        adopt_buffers(
-            state.model, content["model"], content["buffers"], late=content["late_buffers"], device=self.device
-        )
-        load_weights(state, content, path=KEPT)
-        restore_rng(saved.rng)
-
-    # --- FP32 ---------------------------------------------------------------------------------------------------------
-
-    def _baseline(self, saved: SavedState) -> Baseline:
-        state = self.build(None)
-        loss, grads = self.gradients(state, saved)
-        bits = FORMATS[self.config.precision.compute_dtype.value].mantissa_bits
+    def _baseline(self, state: TrainState, saved: SavedState) -> Baseline:
+        loss, grads = self.replay.gradients(state, saved)
+        bits = FORMATS[self.replay.config.precision.compute_dtype.value].mantissa_bits
         with rounded_borders(state.model, bits):
-            _, rough = self.gradients(state, saved, placed=False)
-        other = dataclasses.replace(saved, window=self._other_window(saved))
-        _, elsewhere = self.gradients(state, other)
-        norms = norms_by_module(grads)
-        return Baseline(saved, loss, grads, norms, distances(rough, grads), distances(elsewhere, grads))
+            _, rough = self.replay.gradients(state, saved, placed=False)
+        other = dataclasses.replace(saved, window=self._other_window(state, saved))
+        _, elsewhere = self.replay.gradients(state, other)
+        return Baseline(
+            saved, loss, grads, norms_by_module(grads), distances(rough, grads), distances(elsewhere, grads)
+        )
 
-    def _other_window(self, saved: SavedState) -> tuple[Batch, ...]:
-        """The window of another state, or the run's next one: other examples at the same weights."""
-        for other in self.reference.states:
+    def _other_window(self, state: TrainState, saved: SavedState) -> tuple[Batch, ...]:
+        """The window of another state, or one of the next epoch: other examples at the same weights."""
+        reference = self.replay.reference
+        for other in reference.states:
             if other is not saved and len(other.window) == len(saved.window):
                 return other.window
-        state = self.build(None)
-        state.position.epoch = saved.checkpoint["position"]["epoch"] + 1
-        return tuple(next(windows(state, self.reference.data, max(len(saved.window), 1))))
-
-    def gradients(
-        self, state: TrainState, saved: SavedState, *, loss_scale: float = 1.0, placed: bool = True
-    ) -> tuple[float, dict[str, Tensor]]:
-        """Loss and unscaled float32 gradients by parameter name of ``saved``'s window.
-
-        Args:
-            state: of any policy; its weights, buffers and random numbers become those of ``saved``.
-            saved: where to stand.
-            loss_scale: S.
-            placed: whether weights and buffers are put in place first (if not, they are there already).
-        """
-        if placed:
-            self.place(state, saved)
-        else:
-            restore_rng(saved.rng)
-        state.optimizer.zero_grad(set_to_none=True)
-        state.scale = dataclasses.replace(state.scale, scale=torch.full_like(state.scale.scale, loss_scale))
-        loss = float(accumulate(state, saved.window).loss)
-        inverse = 1.0 / loss_scale if state.loss_scale.active else 1.0
-        grads = {name: p.grad.float() * inverse for name, p in state.weights if p.grad is not None}
-        state.optimizer.zero_grad(set_to_none=True)
-        return loss, grads
-
-    # --- the candidate ------------------------------------------------------------------------------------------------
+        state.position.epoch, state.position.batch = saved.checkpoint["position"]["epoch"] + 1, 0
+        return tuple(next(windows(state, reference.data, len(saved.window))))
 
     def evaluate(self, modules: Sequence[str], *, loss_scale: float | None = None) -> Evaluation:
         """The test of the module's docstring for ``modules`` in FP32, at another scale than the policy's if one is given."""
@@ -239,18 +158,13 @@ class Evaluator:
 
     def _evaluate(self, modules: tuple[str, ...], loss_scale: float | None) -> Evaluation:
         found: list[StateError] = []
-        with self.running(modules) as state:
-            for number, base in enumerate(self.baselines):
+        baselines = self.baselines
+        with self.replay.running(modules) as state:
+            for number, base in enumerate(baselines):
                 found.append(self._compared(state, number, base, loss_scale))
                 if not found[-1].margin <= self.tolerance:
                     break
         return Evaluation(modules, found[-1].margin <= self.tolerance, tuple(found))
-
-    @contextmanager
-    def running(self, modules: Sequence[str]) -> Iterator[TrainState]:
-        """A fresh state of the candidate inside its switches, random numbers put back at the end."""
-        with undisturbed(), switches(self.configured(modules), self.device):
-            yield self.build(modules)
 
     def _compared(self, state: TrainState, number: int, base: Baseline, loss_scale: float | None) -> StateError:
         if loss_scale is None and state.loss_scale.kind == "dynamic":
@@ -258,7 +172,7 @@ class Evaluator:
         else:
             scale = state.loss_scale.init if loss_scale is None else loss_scale
             scale = scale if state.loss_scale.active else 1.0
-            loss, grads = self.gradients(state, base.saved, loss_scale=scale)
+            loss, grads = self.replay.gradients(state, base.saved, loss_scale=scale)
         gap = abs(loss - base.loss) / max(abs(base.loss), 1e-30)
         finite = "loss" if not math.isfinite(loss) else "yes" if all_finite(grads) else "gradients"
         if finite != "yes":
@@ -279,7 +193,7 @@ class Evaluator:
 
         def run(k: int) -> tuple[float, float, dict[str, Tensor]]:
             scale = max(rule.init * rule.backoff_factor**k, rule.min)
-            return scale, *self.gradients(state, base.saved, loss_scale=scale)
+            return scale, *self.replay.gradients(state, base.saved, loss_scale=scale)
 
         def good(result: tuple[float, float, dict[str, Tensor]]) -> bool:
             return all_finite(result[2])
@@ -308,19 +222,6 @@ class Evaluator:
                 bad = middle
         self.settled[number] = k
         return here
-
-    # --- a short run --------------------------------------------------------------------------------------------------
-
-    def curve(self, modules: Sequence[str], steps: int) -> Curve:
-        """A run of ``steps`` applied steps of the candidate with ``modules`` in FP32, from the reference's initialisation."""
-        first = self.reference.states[0]
-        config = self.configured(modules)
-        with self.running(modules) as state:
-            restore(state, first.checkpoint, path=KEPT)
-            state.scale = state.loss_scale.start(self.device)
-            if self.written:
-                check_plan(state, observe(state, first.window[0]))
-            return go(state, self.reference.data, config, steps=steps)[0]
 
 
 def ratio(part: float, whole: float) -> float:
