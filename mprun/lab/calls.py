@@ -86,7 +86,7 @@ def record(state: TrainState, window: Sequence[Batch]) -> dict[str, list[Call]]:
                 loss.backward()  # type: ignore[no-untyped-call]
     finally:
         buffers.restore(state.model.modules())
-        _drop_gradients(state)
+        drop_gradients(state)
     return calls
 
 
@@ -118,7 +118,8 @@ def _keeper(call: Call, index: int) -> Callable[[Tensor], None]:
     return keep
 
 
-def _drop_gradients(state: TrainState) -> None:
+def drop_gradients(state: TrainState) -> None:
+    """Set every gradient to None, on the model and on the masters."""
     for parameter in state.model.parameters():
         parameter.grad = None
     state.optimizer.zero_grad(set_to_none=True)
