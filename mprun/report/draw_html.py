@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from plotly.io import to_html
 
 from mprun.report.curves import PROGRESS, Array, Curve, best_first, wants_log
 from mprun.report.palette import COLOURS, GREY, INK, LIGHT, LINE
@@ -29,6 +28,8 @@ Trace = dict[str, Any]
 
 def save(figure: dict[str, Any], path: Path, title: str) -> None:
     """Write a figure as a page of its own."""
+    from plotly.io import to_html  # the only part that needs plotly itself
+
     height = figure["layout"]["height"]
     page = to_html(
         figure, include_plotlyjs=True, validate=False, div_id="plot", default_height=f"{height}px",
