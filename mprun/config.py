@@ -272,6 +272,17 @@ class SweepConfig:
 
 
 @dataclass
+class DiagnoseConfig:
+    """``diagnose.*``: of ``mprun diagnose``; no run differs by these keys.
+
+    ``steps`` of the FP32 run that is measured (the run's own length if that is shorter), one in ``every`` of them in full.
+    """
+
+    steps: int = 200
+    every: int = 10
+
+
+@dataclass
 class CompareConfig:
     """``compare.*``: of ``mprun compare`` as a whole; no run differs by these keys. See ``mprun/numerics/parity.py``.
 
@@ -319,5 +330,6 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
+    diagnose: DiagnoseConfig = field(default_factory=DiagnoseConfig)
     meta: dict[str, Any] = field(default_factory=dict)
     expect: list[Any] = field(default_factory=list)

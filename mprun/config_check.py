@@ -103,6 +103,8 @@ RANGES: dict[str, Rule] = {
     "tracking.entity": ("a user or team of W&B, or null", lambda v: bool(v.strip()) and "/" not in v),
     "tracking.group": ("1 to 128 characters, or null", lambda v: bool(v.strip()) and len(v) <= 128),
     "tracking.tags": ("tags of 1 to 64 characters", lambda v: all(tag.strip() and len(tag) <= 64 for tag in v)),
+    "diagnose.steps": _at_least(1),
+    "diagnose.every": _at_least(1),
     "compare.seeds": (
         "a number of seeds, or a list of different ones, as in compare.seeds=0,1,2",
         lambda v: (

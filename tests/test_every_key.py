@@ -249,6 +249,14 @@ OUTSIDE: dict[str, tuple[list[str], Callable[[int, str], bool]]] = {
         )
         for key, value in {"name": "x", "jobs": "2", "on_error": "stop", "new": "true"}.items()
     },
+    # What they do is a matter of tests/test_diagnose.py.
+    **{
+        f"diagnose.{key}": (
+            [f"diagnose.{key}=3"],
+            lambda code, said, key=key: code == 2 and f"diagnose.{key}=3 is about a diagnosis" in said,
+        )
+        for key in ("steps", "every")
+    },
     "tracking.mode": (["tracking.mode=disabled"], lambda code, _: code == 0 and wandb_record() == b""),
     "tracking.project": (
         ["tracking.mode=offline", "tracking.project=p-r-o"],

@@ -35,6 +35,8 @@ def run(overrides: Sequence[str]) -> int:
         raise ConfigError(f"{of_sweep[0]} is about a sweep, and this is one run: add -m, or leave it out")
     if of_compare := [word for word in overrides if word.lstrip("+").startswith("compare.")]:
         raise ConfigError(f"{of_compare[0]} is about a comparison, and this is one run: mprun compare, or leave it out")
+    if of_diagnose := [word for word in overrides if word.lstrip("+").startswith("diagnose.")]:
+        raise ConfigError(f"{of_diagnose[0]} is about a diagnosis, and this is one run: mprun diagnose, or leave it out")
     composed, resume = compose_run(overrides)
     run_dir = resume.run_dir if resume and resume.run_dir else composed.run_dir
     return execute(composed.config, run_dir, resume=resume, composed=composed, again=wants_auto(overrides))
