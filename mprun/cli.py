@@ -19,9 +19,12 @@ from mprun.errors import ConfigError, MprunError, nearest, report
 
 COMMANDS = {
     "train": "one run (the default command); with -m a sweep",
+    "compare": "the same experiment under several precisions and seeds: parity, speed, memory, verdict",
     "verify": "runs a recipe with its seeds and holds it to what it expects: verify RECIPE | --all",
     "table": "results of a sweep or of any runs: table [FOLDER ...] --by seed --sort -val/top1 --format csv",
     "plot": "a picture of them: plot [FOLDER ...] --kind curves|parallel --metric val/loss --out FILE.png|svg|html",
+    "report": "one HTML page of a run, a sweep or a comparison, for the disk: report [FOLDER | latest] --out FILE",
+    "eval": "scores a checkpoint on the validation set, raw and EMA: eval RUN | CHECKPOINT [precision=fp32] --json FILE",
     "tune": "searches hyperparameters with Optuna: tune KEY=interval(LOW,HIGH) ... tune.trials=20",
     "rerun": "a past run again, after saying what has changed since: rerun RUN | latest; --dry only says it",
     "resume": "goes on with a run or a sweep: resume RUN | SWEEP | latest",
@@ -34,7 +37,7 @@ COMMANDS = {
 }
 
 # Commands with a help of their own, their module's docstring: mprun table --help.
-OWN_HELP = ("verify", "table", "plot", "tune", "rerun", "resume", "validate", "estimate")
+OWN_HELP = ("compare", "verify", "table", "plot", "report", "eval", "tune", "rerun", "resume", "validate", "estimate")
 
 # Hydra's own flags: these are handed to Hydra as they are.
 HYDRA_FLAGS = {

@@ -42,4 +42,9 @@ def run(words: Sequence[str]) -> int:
         key = word.lstrip("+").partition("=")[0]
         if key not in OF_A_SWEEP and not key.startswith("hydra.launcher."):
             raise ConfigError(f"{word} would make another sweep of it; only {', '.join(OF_A_SWEEP)} can be given anew")
-    return sweep([*read_sweep(folder).words, *overrides], folder)
+    known = read_sweep(folder)
+    if known.about.get("command") == "compare":
+        from mprun.commands.compare import run as compare
+
+        return compare([*known.about["again"], *overrides])
+    return sweep([*known.words, *overrides], folder)

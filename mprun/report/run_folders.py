@@ -31,6 +31,7 @@ except ImportError:  # pragma: no cover  (Windows)
     fcntl = None  # type: ignore[assignment]
 
 CONFIG, RESULT = "config.yaml", "result.json"
+COMPARISON = "compare.json"  # beside the result of a comparison, whose runs lie below
 OK, BROKEN = "ok", "broken"
 NESTED = ("final", "best", "checkpoint", "wandb")  # mappings, null where there is nothing to say
 # libyaml's loader is ten times as fast; a PyYAML built without it has only its own.
@@ -88,7 +89,8 @@ def _runs_below(folder: Path) -> Iterator[Path]:
     except OSError:
         yield folder  # its row says that it cannot be read
         return
-    if any(entry.name in (CONFIG, RESULT) for entry in entries):
+    names = {entry.name for entry in entries}
+    if names & {CONFIG, RESULT} and COMPARISON not in names:
         yield folder
         return
     for entry in entries:

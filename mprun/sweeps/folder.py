@@ -123,10 +123,10 @@ def _job(item: dict[str, Any]) -> Job:
     return Job(**values)
 
 
-def newest_with(words: Sequence[str], outputs: Path | None = None) -> Sweep | None:
-    """The newest sweep below ``outputs/sweeps`` that was issued with the same words; None without one."""
+def newest_with(words: Sequence[str], outputs: Path | None = None, *, kind: str = SWEEPS) -> Sweep | None:
+    """The newest sweep below ``outputs/sweeps`` (or another ``kind``) that was issued with the same words; None without one."""
     found = []
-    for path in (outputs or Path(OUTPUTS)).glob(f"{SWEEPS}/*/*/{SWEEP_FILE}"):
+    for path in (outputs or Path(OUTPUTS)).glob(f"{kind}/*/*/{SWEEP_FILE}"):
         try:
             sweep = read_sweep(path.parent.resolve())
         except CheckpointError:
