@@ -303,6 +303,23 @@ class CompareConfig:
 
 
 @dataclass
+class SearchConfig:
+    """``search.*``: of the command ``search`` alone. ``budget`` is in sets of modules, ``tolerance`` scales what may differ."""
+
+    budget: int = 200
+    tolerance: float = 1.0
+    steps: int = 100
+
+
+@dataclass
+class ProbeConfig:
+    """``probe.*``: statistics of every module's tensors, every so many attempts; ``every=0`` is off, no ``modules`` are all."""
+
+    every: int = 100
+    modules: list[str] = field(default_factory=list)
+
+
+@dataclass
 class NumericsConfig:
     """``numerics.*``: how numbers are computed where a device leaves a choice."""
 
@@ -328,8 +345,10 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
     diagnose: DiagnoseConfig = field(default_factory=DiagnoseConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
     meta: dict[str, Any] = field(default_factory=dict)
     expect: list[Any] = field(default_factory=list)

@@ -95,6 +95,9 @@ RANGES: dict[str, Rule] = {
     "train.checkpoint_every": _at_least(1),
     "train.keep": _at_least(0),
     "train.early_stop.patience": _at_least(1),
+    "search.budget": _at_least(1),
+    "search.tolerance": ("above 0, up to 1000", lambda v: 0 < v <= 1000),
+    "search.steps": _at_least(4),
     # W&B's own limits: it would refuse to start.
     "tracking.project": (
         "1 to 128 characters without / \\ # ? % :",
@@ -117,6 +120,7 @@ RANGES: dict[str, Rule] = {
     "compare.spread": _between(0, 100),
     "compare.confidence": ("above 0.5 and below 1", lambda v: 0.5 < v < 1),
     "compare.gradient_steps": ("numbers of steps from 0 up", lambda v: all(step >= 0 for step in v)),
+    "probe.every": ("a number of attempts from 1 up (to 2**53), or 0 for off", lambda v: 0 <= v <= 2**53),
     "sweep.jobs": ("a number of jobs at once, from 1 to 1024", lambda v: 1 <= v <= 1024),
 }
 
@@ -232,16 +236,20 @@ def _policy_problems(config: Config) -> Iterable[str]:
 
 
 def _rule_problems(config: Config) -> Iterable[str]:
-    """What is wrong with an FP32 rule whatever the model is; whether it matches is seen when there is one."""
-    for rule in config.precision.fp32_modules:
-        kind, colon, pattern = rule.partition(":")
-        if not rule.strip() or (colon and not pattern.strip()):
-            yield f"precision.fp32_modules: {rule!r} names nothing; write a glob (head, blocks.*.norm1), class:Name or re:..."
-        elif colon and kind == "re":
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                yield f"precision.fp32_modules: {rule!r} is not a regular expression: {error}"
+    """What is wrong with a rule for modules whatever the model is; whether it matches is seen when there is one."""
+    for key, rules in (
+        ("precision.fp32_modules", config.precision.fp32_modules),
+        ("probe.modules", config.probe.modules),
+    ):
+        for rule in rules:
+            kind, colon, pattern = rule.partition(":")
+            if not rule.strip() or (colon and not pattern.strip()):
+                yield f"{key}: {rule!r} names nothing; write a glob (head, blocks.*.norm1), class:Name or re:..."
+            elif colon and kind == "re":
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    yield f"{key}: {rule!r} is not a regular expression: {error}"
 
 
 def _other_problems(config: Config) -> Iterable[str]:

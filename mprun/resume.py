@@ -35,7 +35,7 @@ FIXED = (
 )  # fmt: skip
 
 # Of the command line itself, not of the run: what they say at this start holds for this start.
-OF_THE_START = ("resume", "command", "trust", "sweep", "compare", "diagnose")
+OF_THE_START = ("resume", "command", "trust", "sweep", "compare", "diagnose", "search")
 
 # Keys that do something only beside certain values of another key, which is named with what it must be.
 NEEDS: dict[str, tuple[str, str, Callable[[Any], bool]]] = {

@@ -3,20 +3,20 @@
 ``ddmin`` is the minimising algorithm of Zeller and Hildebrandt (Simplifying and Isolating Failure-Inducing Input, IEEE
 Transactions on Software Engineering 28(2), 2002): split what passes into n parts; go on with a part that passes alone, or with
 what is left without a part if that passes, or split finer. The test need not be monotone: a set may fail though a part of it
-passes. What comes out passes and is *1-minimal*: without any single one of its items it fails. It takes at most m^2 + 3m tests for m
-items, and some 2 log2(m) where one item is enough.
+passes. What comes out passes and is *1-minimal*: without any single one of its items it fails. It takes at most m^2 + 3m tests
+for m items, and some 2 log2(m) where one item is enough.
 
 1-minimal is not smallest: {b, c} can be 1-minimal where {a} passes too. :func:`minimise` therefore looks at small sets of
 well-ranked items first, at growing prefixes of the ranking next, and afterwards at every single item, and at pairs of the best
-ranked: where one item is enough it finds it, whatever the ranking, unless the budget ends before. A result says what is known of it:
-``one_minimal``, and ``smallest`` where every cheaper set was tested or cannot exist.
+ranked: where one item is enough it finds it, whatever the ranking, unless the budget ends before. A result says what is known of
+it: ``one_minimal``, and ``smallest`` where every cheaper set was tested or cannot exist.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import comb
 
 Items = tuple[str, ...]
@@ -126,7 +126,7 @@ def ddmin(items: Sequence[str], trials: Callable[[Iterable[str]], bool]) -> Item
 def split(items: Items, parts: int) -> list[Items]:
     """``items`` in ``parts`` pieces of nearly equal length, in order."""
     borders = [len(items) * part // parts for part in range(parts + 1)]
-    return [items[low:high] for low, high in zip(borders, borders[1:], strict=False)]
+    return [items[low:high] for low, high in pairwise(borders)]
 
 
 def minimise(ranked: Sequence[str], trials: Trials) -> Minimum | None:

@@ -104,7 +104,8 @@ class Evaluation:
             return f"the loss is {worst.loss} at {at}"
         if worst.finite == "gradients":
             return f"gradients are not finite at {at}, loss scale {worst.loss_scale:g}"
-        return f"{worst.worst}: gradient error {worst.errors.get(worst.worst or '', 0):.2g}, {worst.margin:.2g} of its limit, at {at}"
+        error = worst.errors.get(worst.worst or "", 0.0)
+        return f"gradient error {error:.2g} in {worst.worst or 'the model'}, {worst.margin:.2g} of its limit, at {at}"
 
 
 class Evaluator:
@@ -150,7 +151,7 @@ class Evaluator:
         return tuple(next(windows(state, reference.data, len(saved.window))))
 
     def evaluate(self, modules: Sequence[str], *, loss_scale: float | None = None) -> Evaluation:
-        """The test of the module's docstring for ``modules`` in FP32, at another scale than the policy's if one is given."""
+        """The module docstring's test for ``modules`` in FP32; at a static scale in place of the policy's if one is given."""
         key = frozenset(modules), loss_scale
         if key not in self.known:
             self.known[key] = self._evaluate(tuple(modules), loss_scale)
@@ -159,19 +160,18 @@ class Evaluator:
     def _evaluate(self, modules: tuple[str, ...], loss_scale: float | None) -> Evaluation:
         found: list[StateError] = []
         baselines = self.baselines
-        with self.replay.running(modules) as state:
+        with self.replay.running(modules, loss_scale) as state:
             for number, base in enumerate(baselines):
-                found.append(self._compared(state, number, base, loss_scale))
+                found.append(self._compared(state, number, base))
                 if not found[-1].margin <= self.tolerance:
                     break
         return Evaluation(modules, found[-1].margin <= self.tolerance, tuple(found))
 
-    def _compared(self, state: TrainState, number: int, base: Baseline, loss_scale: float | None) -> StateError:
-        if loss_scale is None and state.loss_scale.kind == "dynamic":
+    def _compared(self, state: TrainState, number: int, base: Baseline) -> StateError:
+        if state.loss_scale.kind == "dynamic":
             scale, loss, grads = self._settle(state, number, base)
         else:
-            scale = state.loss_scale.init if loss_scale is None else loss_scale
-            scale = scale if state.loss_scale.active else 1.0
+            scale = state.loss_scale.init if state.loss_scale.active else 1.0
             loss, grads = self.replay.gradients(state, base.saved, loss_scale=scale)
         gap = abs(loss - base.loss) / max(abs(base.loss), 1e-30)
         finite = "loss" if not math.isfinite(loss) else "yes" if all_finite(grads) else "gradients"

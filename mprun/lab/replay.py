@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun.config import Config
+from mprun.config import Config, ScaleKind
 from mprun.lab.reference import Curve, Reference, SavedState, go, lab_config, undisturbed
 from mprun.models.build import build_model
-from mprun.training.build import switches
 from mprun.training.buffers import adopt_buffers
+from mprun.training.build import switches
 from mprun.training.checkpoint import load_weights, restore
 from mprun.training.env import restore_rng, seed_everything
 from mprun.training.observe import check_plan, observe
@@ -59,8 +59,8 @@ class Replay:
                 self.rows: list[dict[str, Any]] = observe(state, reference.states[0].window[0])
                 self.written = bool(state.written)
 
-    def configured(self, modules: Sequence[str] | None) -> Config:
-        """The candidate's config with ``modules`` in FP32; the reference's for None."""
+    def configured(self, modules: Sequence[str] | None, loss_scale: float | None = None) -> Config:
+        """The candidate's config with ``modules`` in FP32, and a static scale if one is given; the reference's for None."""
         if modules is None:
             return self.reference.config
         config = copy.copy(self.config)
@@ -68,20 +68,23 @@ class Replay:
         config.precision = dataclasses.replace(
             self.config.precision, fp32_modules=rules + [name for name in modules if name not in rules]
         )
+        if loss_scale is not None:
+            static = dataclasses.replace(config.precision.loss_scale, kind=ScaleKind.static, init=loss_scale)
+            config.precision.loss_scale = static
         return config
 
-    def build(self, modules: Sequence[str] | None) -> TrainState:
+    def build(self, modules: Sequence[str] | None, loss_scale: float | None = None) -> TrainState:
         """A fresh state, for the candidate with ``modules`` in FP32 or (None) for FP32. Inside its switches."""
         model = copy.deepcopy(self.pristine)
-        state = build_state(self.configured(modules), model, self.schedule, self.device)
+        state = build_state(self.configured(modules, loss_scale), model, self.schedule, self.device)
         state.num_classes = self.reference.data.spec.num_classes
         return state
 
     @contextmanager
-    def running(self, modules: Sequence[str] | None) -> Iterator[TrainState]:
+    def running(self, modules: Sequence[str] | None, loss_scale: float | None = None) -> Iterator[TrainState]:
         """A fresh state inside its switches; the caller's random numbers are put back at the end."""
         with undisturbed(), switches(self.configured(modules), self.device):
-            yield self.build(modules)
+            yield self.build(modules, loss_scale)
 
     def place(self, state: TrainState, saved: SavedState) -> None:
         """Put the saved weights, buffers and random numbers into ``state``; optimizer and counters stay."""
@@ -115,15 +118,21 @@ class Replay:
         state.optimizer.zero_grad(set_to_none=True)
         return loss, grads
 
-    def curve(self, modules: Sequence[str], steps: int) -> Curve:
+    def curve(self, modules: Sequence[str], steps: int, *, loss_scale: float | None = None) -> Curve:
         """A run of ``steps`` applied steps of the candidate with ``modules`` in FP32, from the reference's initialisation."""
+        return self.run(modules, steps, loss_scale=loss_scale)[0]
+
+    def run(
+        self, modules: Sequence[str], steps: int, *, loss_scale: float | None = None
+    ) -> tuple[Curve, SavedState | None]:
+        """:meth:`curve`, and the state and window at which it broke, if it did."""
         first = self.reference.states[0]
-        with self.running(modules) as state:
+        with self.running(modules, loss_scale) as state:
             restore(state, self._content(state, first), path=KEPT)
             state.scale = state.loss_scale.start(self.device)
             if self.written:
                 check_plan(state, observe(state, first.window[0]))
-            return go(state, self.reference.data, self.configured(modules), steps=steps)[0]
+            return go(state, self.reference.data, self.configured(modules, loss_scale), steps=steps)
 
     def _content(self, state: TrainState, saved: SavedState) -> dict[str, Any]:
         # ``pure`` takes over nothing from other modes in a resumed run, where its truth would be lost. Here nothing is resumed.

@@ -57,7 +57,7 @@ def rounded_borders(model: nn.Module, bits: int) -> Iterator[None]:
         def one(t: Tensor) -> Tensor:
             if t.dtype != torch.float32 or t.layout != torch.strided:
                 return t
-            result: Tensor = _Rounded.apply(t, bits)  # type: ignore[no-untyped-call]
+            result: Tensor = _Rounded.apply(t, bits)
             return result
 
         return map_tensors(value, one)

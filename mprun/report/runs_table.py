@@ -35,7 +35,7 @@ RESULTS = (
 OWN = ("run", "run_dir", "status", "error")
 
 # Of the command line, or about the run: they change no number of it.
-ASIDE = ("command", "resume", "trust", "tracking", "meta", "expect", "compare", "diagnose")
+ASIDE = ("command", "resume", "trust", "tracking", "probe", "meta", "expect", "compare", "diagnose", "search")
 GROUPS = ("model", "dataset", "precision", "optimizer", "schedule")
 # Which keys of a group are of interest even where they follow from the group's name.
 ALWAYS = ("optimizer.lr", "optimizer.weight_decay")

@@ -35,7 +35,20 @@ if TYPE_CHECKING:
 PACKAGES = ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "wandb", "numpy")
 
 # Keys that change where and under which name a result is written, or what is said about it, but not the numbers.
-UNHASHED = ("command", "name", "resume", "trust", "tracking", "meta", "expect", "sweep", "compare", "diagnose")
+UNHASHED = (
+    "command",
+    "name",
+    "resume",
+    "trust",
+    "tracking",
+    "meta",
+    "expect",
+    "sweep",
+    "probe",
+    "compare",
+    "diagnose",
+    "search",
+)
 
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 

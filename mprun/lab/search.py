@@ -1,0 +1,343 @@
+"""The smallest set of modules that must stay FP32 so that a low-precision run tracks FP32.
+
+A set passes if
+
+1. its gradients at the states that an FP32 run kept are right (:mod:`mprun.lab.evaluate`), and then
+2. a run of ``search.steps`` steps with it, from the same initialisation over the same batches, tracks the FP32 run: it ends well,
+   and the root mean square of the gap between their smoothed loss curves is at most ``search.tolerance`` times the standard
+   deviation over FP32's own seeds (the run's and two more), or the format's resolution, 4 eps of the mean loss.
+
+Every set that is accepted anywhere in the search has passed both. In this order: nothing in FP32; then, if that fails, other
+scales (a scale that cures everything is the cause); then everything, since what that does not cure no set will; then the
+candidates, most suspect first, minimised by delta debugging (:mod:`mprun.lab.ddmin`) first among leaves and, where all leaves
+together do not do, with containers, level by level. A container in the result is exchanged for what is inside it if that passes.
+The result is 1-minimal; a set of one or two is the smallest there is among the level's candidates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mprun.config import Config, ScaleKind
+from mprun.lab.candidates import ROOT, Candidate, candidates, cost, rank, uncovered
+from mprun.lab.causes import Cause, scales_that_pass, trouble_in_fp32, trouble_with_all
+from mprun.lab.ddmin import BudgetSpentError, Items, Minimum, Trials, ddmin, minimise, minimum
+from mprun.lab.evaluate import Evaluation, Evaluator
+from mprun.lab.local import ModuleError, local_errors
+from mprun.lab.reference import Curve, Reference, reference
+from mprun.numerics.formats import FORMATS
+from mprun.numerics.parity import curve_gap
+
+SEEDS = 2  # further seeds of FP32 that say how far curves lie apart by chance
+RESOLUTION = 4.0  # times eps of the format, of the mean loss
+
+# Called after every test of a set: the set, whether it passed, the tests so far, and the best set so far.
+Tell = Callable[[Items, bool, int, Items | None], None]
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """How the loss curve of a set lies to FP32's.
+
+    Attributes:
+        passes: whether it tracks FP32.
+        why: what is wrong, or how far apart they are; one line.
+        gap: root mean square between the smoothed curves; ``limit`` what it may be, ``spread`` FP32's over its seeds.
+        curve: the run.
+    """
+
+    passes: bool
+    why: str
+    gap: float
+    limit: float
+    spread: float
+    curve: Curve
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Why one module must stay FP32: what it does by itself, and what becomes of the run without it."""
+
+    path: str
+    cls: str
+    alone: str
+    without: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the search found.
+
+    Attributes:
+        status: ``found``, ``empty`` (nothing needs FP32), ``none`` (no set suffices: see ``cause``) or ``interrupted``.
+        fp32_modules: the set; the best one so far if the budget ended or the search was interrupted; None without any.
+        minimum: what is known of it.
+        evidence: of each module in it.
+        cause: why none suffices.
+        loss_scale: a static scale that needs no FP32 module, where the scale was the cause.
+        tests: sets that were tested; ``evaluations`` gradients of sets (other scales included), ``runs`` short runs.
+        candidates: how many modules could have been chosen.
+        tracking: of the set.
+        evaluation: of the set.
+        seconds: the reference included.
+    """
+
+    status: str
+    fp32_modules: tuple[str, ...] | None
+    minimum: Minimum | None = None
+    evidence: tuple[Evidence, ...] = ()
+    cause: Cause | None = None
+    loss_scale: float | None = None
+    tests: int = 0
+    evaluations: int = 0
+    runs: int = 0
+    candidates: int = 0
+    tracking: Tracking | None = None
+    evaluation: Evaluation | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class Searching:
+    """A search in progress: what it knows, and what it has asked."""
+
+    config: Config
+    run: Reference
+    evaluator: Evaluator
+    found: list[Candidate]
+    errors: dict[str, ModuleError] = field(default_factory=dict)
+    tracked: dict[tuple[frozenset[str], float | None], Tracking] = field(default_factory=dict)
+    others: list[Curve] = field(default_factory=list)
+    trials: Trials | None = None
+
+    @property
+    def steps(self) -> int:
+        """Length of the runs."""
+        return len(self.run.losses)
+
+
+def search(config: Config, tell: Tell | None = None) -> Found:
+    """Find the smallest set of FP32 modules for ``config``'s policy. See the module's docstring.
+
+    Args:
+        config: checked; ``search.budget``, ``search.tolerance``, ``search.steps`` say how long and how strictly.
+        tell: called after every set that was tested.
+
+    Raises:
+        MprunError: what ``mprun train`` would refuse.
+    """
+    begin = time.perf_counter()
+    steps = config.search.steps
+    run = reference(config, steps=steps, keep=sorted({0, steps // 2, steps}))
+    if (cause := trouble_in_fp32(run, config, steps=steps)) is not None:
+        return Found("none", None, cause=cause, seconds=time.perf_counter() - begin)
+    evaluator = Evaluator(run, config, tolerance=config.search.tolerance)
+    searching = Searching(config, run, evaluator, candidates(evaluator.replay.rows))
+    try:
+        found = _searched(searching, tell)
+    except KeyboardInterrupt:
+        found = _best_so_far(searching, "interrupted")
+    return dataclasses.replace(
+        found,
+        evaluations=len(evaluator.known),
+        runs=len(searching.tracked),
+        candidates=len(searching.found),
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _searched(s: Searching, tell: Tell | None) -> Found:
+    trials = s.trials = _trials(s, s.found, tell)
+    if trials(()):
+        return _result(s, "empty", Minimum((), True, True, False))
+    if (scales := _cured_by_scale(s)) is not None:
+        return scales
+    if not _passes(s, (ROOT,)):
+        why = _why(s, (ROOT,))
+        return Found("none", None, cause=trouble_with_all(s.evaluator, why), tests=trials.count + 1)
+    s.errors = _suspects(s)
+    ranked = rank(s.found, s.errors.values())
+    trials.order = {candidate.path: place for place, candidate in enumerate(ranked)}
+    result: Minimum | None = None
+    for level in sorted({candidate.level for candidate in ranked}):
+        pool = [candidate.path for candidate in ranked if candidate.level <= level]
+        result = minimise(pool, trials)
+        if result is not None:
+            result = _refined(s, result, pool)
+            break
+        if trials.count >= trials.budget:
+            return _best_so_far(s, "found")
+    if result is None:  # the root's own operations
+        result = Minimum((ROOT,), True, False, False)
+    return _result(s, "found", result)
+
+
+def _trials(s: Searching, found: Sequence[Candidate], tell: Tell | None) -> Trials:
+    def test(items: Items) -> bool:
+        passes = _passes(s, items)
+        if tell is not None:
+            best = trials.best
+            if passes and (best is None or trials.cost(items) < trials.cost(best)):
+                best = items
+            tell(items, passes, trials.count, best)
+        return passes
+
+    order = [candidate.path for candidate in found]
+    trials = Trials(order, test, budget=s.config.search.budget, cost=lambda items: cost(items, found))
+    return trials
+
+
+def _passes(s: Searching, items: Sequence[str], loss_scale: float | None = None) -> bool:
+    """Both parts of the test."""
+    modules = uncovered(items)
+    return s.evaluator.evaluate(modules, loss_scale=loss_scale).passes and _track(s, modules, loss_scale).passes
+
+
+def _why(s: Searching, items: Sequence[str]) -> str:
+    """Why a set failed (or how well it passed), in one line."""
+    modules = uncovered(items)
+    evaluation = s.evaluator.evaluate(modules)
+    return _track(s, modules, None).why if evaluation.passes else evaluation.why
+
+
+def _track(s: Searching, modules: Sequence[str], loss_scale: float | None) -> Tracking:
+    key = frozenset(modules), loss_scale
+    if key not in s.tracked:
+        s.tracked[key] = _tracked(s, s.evaluator.replay.curve(modules, s.steps, loss_scale=loss_scale))
+    return s.tracked[key]
+
+
+def _tracked(s: Searching, curve: Curve) -> Tracking:
+    """Hold a curve against FP32's; the seeds are run when the first curve asks."""
+    nan = float("nan")
+    if curve.status != "ok":
+        return Tracking(False, f"a run of {s.steps} steps: {curve.error}", nan, nan, nan, curve)
+    if not s.others:
+        seeds = range(s.run.config.seed + 1, s.run.config.seed + 1 + SEEDS)
+        s.others = [reference(s.config, steps=s.steps, seed=seed).curve for seed in seeds]
+    curves = [s.run.losses, *(other.losses for other in s.others)]
+    base = {seed: (range(len(losses)), losses) for seed, losses in enumerate(curves)}
+    found = curve_gap(base, {0: (range(len(curve.losses)), curve.losses)})
+    if found is None:
+        return Tracking(False, "the run has no step in common with FP32's", nan, nan, nan, curve)
+    eps = FORMATS[s.config.precision.compute_dtype.value].eps
+    floor = RESOLUTION * eps * sum(map(abs, s.run.losses)) / len(s.run.losses)
+    limit = s.config.search.tolerance * max(found.spread, floor)
+    passes = found.rms <= limit
+    why = f"the loss curve of {s.steps} steps lies {found.rms:.2g} from FP32's, {found.rms / limit:.2g} of what seeds explain"
+    return Tracking(passes, why, found.rms, limit, found.spread, curve)
+
+
+def _cured_by_scale(s: Searching) -> Found | None:
+    """The result if another loss scale makes the run right without any FP32 module."""
+    first = s.evaluator.evaluate(())
+    half = s.config.precision.compute_dtype.value == "float16"
+    if not half or first.passes or first.states[-1].finite == "loss":
+        return None
+    scales = scales_that_pass(s.evaluator)
+    if not scales:
+        return None
+    scale = scales[-2] if len(scales) > 1 else scales[-1]  # with room above
+    if not _passes(s, (), scale):
+        return None
+    kind, used = s.config.precision.loss_scale.kind, first.states[-1].loss_scale
+    at = "without a loss scale" if kind is ScaleKind.none else f"at loss scale {used:g}"
+    interval = f"{scales[0]:g} to {scales[-1]:g}"
+    message = f"{first.why} {at}; with loss scales from {interval} no module needs FP32: the scale is the cause"
+    cause = Cause("scale", message, {"passing_scales": [scales[0], scales[-1]], "loss_scale": used})
+    tests = s.trials.count if s.trials else 0
+    return Found("none", None, cause=cause, loss_scale=scale, tests=tests)
+
+
+def _suspects(s: Searching) -> dict[str, ModuleError]:
+    """The local error of each module, at the scale at which the policy would run."""
+    config = s.evaluator.replay.configured(())
+    scale = s.evaluator.evaluate((ROOT,)).states[-1].loss_scale
+    config.precision.loss_scale = dataclasses.replace(config.precision.loss_scale, init=scale)
+    return {error.path: error for error in local_errors(s.run, config, s.run.states)}
+
+
+def _refined(s: Searching, result: Minimum, pool: Sequence[str]) -> Minimum:
+    """``result`` with its containers exchanged for what is inside them, where that passes."""
+    trials, inside = s.trials, {candidate.path: candidate.inside for candidate in s.found}
+    assert trials is not None, "a search has trials"
+    items, spent = uncovered(result.items), result.budget_spent
+    try:
+        for container in [path for path in items if inside[path]]:
+            others = [path for path in items if path != container]
+            children = trials.sorted(inside[container])
+            if trials([*others, *children]):
+                kept = ddmin(children, lambda part, others=others: trials([*others, *part]))
+                items = trials.sorted([*others, *kept])
+        items = ddmin(items, trials)
+    except BudgetSpentError:
+        spent = True
+    return minimum(items, pool, trials, spent=spent)
+
+
+def _result(s: Searching, status: str, result: Minimum) -> Found:
+    evidence = []
+    classes = {candidate.path: candidate.cls for candidate in s.found}
+    for path in result.items:
+        rest = [other for other in result.items if other != path]
+        error = s.errors.get(path if path != ROOT else "")
+        alone = error.why if error is not None else ""
+        evidence.append(Evidence(path, classes.get(path, "the whole model"), alone, _why(s, rest)))
+    trials = s.trials
+    return Found(
+        status,
+        result.items,
+        minimum=result,
+        evidence=tuple(evidence),
+        tests=trials.count if trials else 0,
+        tracking=_track(s, result.items, None),
+        evaluation=s.evaluator.evaluate(result.items),
+    )
+
+
+def _best_so_far(s: Searching, status: str) -> Found:
+    """What is known when there is no time for more: the best set that passed."""
+    trials = s.trials
+    best = trials.best if trials is not None else None
+    if trials is None or best is None:
+        if status == "found":
+            cause = Cause(
+                "budget", f"search.budget={s.config.search.budget} ended before any set but everything passed"
+            )
+            return Found("none", None, cause=cause, tests=trials.count if trials else 0)
+        return Found(status, None, tests=trials.count if trials else 0)
+    known = minimum(uncovered(best), [candidate.path for candidate in s.found], trials, spent=True)
+    return Found(status, known.items, minimum=known, tests=trials.count)
+
+
+def as_dict(found: Found) -> dict[str, Any]:
+    """``found`` for ``result.json``."""
+    content = {key: value for key, value in dataclasses.asdict(found).items() if key not in ("tracking", "evaluation")}
+    minimum_of = content.pop("minimum")
+    content |= {key: minimum_of[key] for key in ("one_minimal", "smallest", "budget_spent")} if minimum_of else {}
+    if found.evaluation is not None:
+        content["gradients"] = [
+            {
+                "step": e.step,
+                "loss_scale": e.loss_scale,
+                "error": e.error,
+                "loss_error": e.loss_error,
+                "worst": e.worst,
+                "of_limit": e.margin,
+            }
+            for e in found.evaluation.states
+        ]
+    if found.tracking is not None:
+        t = found.tracking
+        content["curve"] = {
+            "gap": t.gap,
+            "limit": t.limit,
+            "spread": t.spread,
+            "skips": len(t.curve.skips),
+            "why": t.why,
+        }
+    return content
