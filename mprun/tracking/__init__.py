@@ -11,13 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 from mprun.config import Config
 from mprun.tracking.base import Record, RunInfo, Sink
-from mprun.tracking.jsonl import METRICS_FILE, JsonlSink, read_metrics
+from mprun.tracking.jsonl import METRICS_FILE, PROBE_FILE, JsonlSink, read_metrics, read_probe
 from mprun.training.env import rank, undrawn
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["METRICS_FILE", "JsonlSink", "Record", "RunInfo", "Sink", "build_sinks", "finish_sinks", "read_metrics"]
+__all__ = [
+    "METRICS_FILE",
+    "PROBE_FILE",
+    "JsonlSink",
+    "Record",
+    "RunInfo",
+    "Sink",
+    "build_sinks",
+    "finish_sinks",
+    "read_metrics",
+    "read_probe",
+]
 
 
 def build_sinks(config: Config, *, console: Console | None = None) -> list[Sink]:

@@ -1,12 +1,13 @@
 """What a run says while it runs, and to whom: records and sinks.
 
-A record is a flat dict with ``kind`` (``train``, ``val``, ``skip`` or ``event``), ``step`` (applied steps so far),
+A record is a flat dict with ``kind`` (``train``, ``val``, ``skip``, ``probe`` or ``event``), ``step`` (applied steps so far),
 ``attempt``, ``epoch``, ``segment`` and fields of the glossary such as ``train/loss``. The loop hands every record to
 every sink and knows nothing else about them::
 
     start(info)  ->  log(record)*  ->  finish(result)
 
-``skip`` records carry a ``reason``; ``event`` records carry ``event`` (its name) and ``message`` (a line for people).
+``skip`` records carry a ``reason``, ``probe`` records ``modules`` (statistics by module and tensor),
+``event`` records carry ``event`` (its name) and ``message`` (a line for people).
 """
 
 from __future__ import annotations

@@ -141,6 +141,8 @@ class ConsoleSink(Sink):
 
     def log(self, record: Record) -> None:
         """Take the numbers into the line; print what should stay."""
+        if record.get("kind") == "probe":
+            return
         self.line.step = record.get("step", self.line.step)
         self.line.values.update({key: value for key, value in record.items() if "/" in key})
         if "epoch" in record:

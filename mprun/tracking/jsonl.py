@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: the truth about a run, one JSON object a line.
+"""``metrics.jsonl``: the truth about a run, one JSON object a line; ``probe.jsonl``: the probe's samples.
 
 Each record is one line, handed to the operating system before the step goes on, so a killed process loses nothing that
 was logged; at most the line that was being written is torn, and the reader and the next segment leave that one out.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +26,8 @@ from mprun.tracking.base import Record, RunInfo, Sink
 from mprun.training.env import from_json, json_ready
 
 METRICS_FILE = "metrics.jsonl"
+# Of a record of kind "probe" the statistics of modules go here, so that whoever reads the metrics need not read them.
+PROBE_FILE = "probe.jsonl"
 
 
 class JsonlSink(Sink):
@@ -34,6 +37,7 @@ class JsonlSink(Sink):
         self.segment = 0
         self._file: BinaryIO | None = None
         self._path = Path(METRICS_FILE)
+        self._probe: BinaryIO | None = None
 
     def start(self, info: RunInfo) -> None:
         """Open the file; if it exists, mend its end and mark the new segment."""
@@ -41,6 +45,8 @@ class JsonlSink(Sink):
         earlier = _mend(self._path) if self._path.exists() else []
         self.segment = 1 + max((record.get("segment", 0) for record in earlier), default=-1)
         self._file = self._path.open("ab")
+        if (probe := info.run_dir / PROBE_FILE).exists():
+            _mend(probe)
         if not earlier and info.resumed_from_step is None:
             return
         step, attempt = info.resumed_from_step, info.resumed_from_attempt
@@ -64,6 +70,8 @@ class JsonlSink(Sink):
         """
         if self._file is None:
             return
+        if record.get("kind") == "probe":
+            record = self._log_modules(record)
         line = json.dumps(json_ready({**record, "segment": self.segment}), allow_nan=False) + "\n"
         try:
             self._file.write(line.encode())
@@ -76,18 +84,38 @@ class JsonlSink(Sink):
 
     def finish(self, result: dict[str, Any]) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        for file in (self._file, self._probe):
+            if file is not None:
+                file.close()
+        self._file = self._probe = None
+
+    def _log_modules(self, record: Record) -> Record:
+        """Append the statistics of modules to ``probe.jsonl``; the record without them."""
+        short = {key: value for key, value in record.items() if key != "modules"}
+        sample = {key: record.get(key) for key in ("step", "attempt", "epoch", "format")}
+        sample |= {
+            "segment": self.segment,
+            "loss_scale": record.get("precision/loss_scale"),
+            "modules": record["modules"],
+        }
+        path = self._path.with_name(PROBE_FILE)
+        try:
+            if self._probe is None:
+                self._probe = path.open("ab")
+            self._probe.write((json.dumps(json_ready(sample), allow_nan=False) + "\n").encode())
+            self._probe.flush()
+        except OSError as error:
+            self._abandon()
+            raise MprunError(f"{path}: cannot be written ({error.strerror or error}); make room and resume") from error
+        return short
 
     def _abandon(self) -> None:
         """Close without flushing again: the buffered rest of a failed write must not fail a second time."""
-        file, self._file = self._file, None
-        try:
-            if file is not None:
-                file.close()
-        except OSError:
-            pass
+        files, self._file, self._probe = (self._file, self._probe), None, None
+        for file in files:
+            with suppress(OSError):
+                if file is not None:
+                    file.close()
 
 
 def read_metrics(path: Path, *, effective: bool = False) -> list[Record]:
@@ -106,6 +134,33 @@ def read_metrics(path: Path, *, effective: bool = False) -> list[Record]:
     path = path / METRICS_FILE if path.is_dir() else path
     records, _ = _parse(path)
     return _effective(records) if effective else records
+
+
+def read_probe(run_dir: Path, *, effective: bool = False) -> list[Record]:
+    """The probe's samples of a run: ``step attempt epoch segment format loss_scale`` and ``modules`` (path: tensor: statistics).
+
+    Args:
+        run_dir: the run folder.
+        effective: leave out what a later segment superseded, as :func:`read_metrics` does.
+
+    Returns:
+        In the order they were taken; none where the probe was off. A torn last line is left out.
+
+    Raises:
+        MprunError: a line before the last is not JSON.
+    """
+    path = run_dir / PROBE_FILE
+    if not path.exists():
+        return []
+    samples, _ = _parse(path)
+    if not effective:
+        return samples
+    told = {_place(record) for record in read_metrics(run_dir, effective=True) if record.get("kind") == "probe"}
+    return [sample for sample in samples if _place(sample) in told]
+
+
+def _place(record: Record) -> tuple[Any, Any]:
+    return record.get("segment"), record.get("attempt")
 
 
 def _parse(path: Path) -> tuple[list[Record], int]:

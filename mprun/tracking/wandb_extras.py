@@ -1,6 +1,6 @@
-"""What W&B gets besides numbers: the precision table, the checkpoint, the alert.
+"""What W&B gets besides numbers: the precision table, the probe's histograms, the checkpoint, the alert.
 
-All three are records in the run's own file, so an offline run has them too, once it is uploaded. None of them is worth
+All of them are records in the run's own file, so an offline run has them too, once it is uploaded. None of them is worth
 losing the curves for: where one fails, that is told and the rest goes on.
 """
 
@@ -22,6 +22,8 @@ from mprun.training.env import json_ready
 
 MODULES_FILE, MODULES_KEY = "modules.json", "modules"
 ALERT_LENGTH = 1000
+# What is drawn of a sample of the probe, and of how many modules at most: the first ones that have one of them.
+HISTOGRAMS, HISTOGRAM_MODULES = ("activation", "activation_grad"), 64
 
 
 def log_modules(run: Any, info: RunInfo) -> None:
@@ -37,6 +39,21 @@ def log_modules(run: Any, info: RunInfo) -> None:
         run.summary[MODULES_KEY] = wandb.Table(
             columns=columns, data=[[row.get(name) for name in columns] for row in rows]
         )
+
+
+def histograms(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``probe`` record's exponent histograms under ``probe/<module>/<tensor>``: counts over log2 of the magnitude, unscaled."""
+    import wandb
+
+    drawn: dict[str, Any] = {}
+    modules = [item for item in record.get("modules", {}).items() if set(HISTOGRAMS) & item[1].keys()]
+    for path, tensors in modules[:HISTOGRAM_MODULES]:
+        for name in HISTOGRAMS:
+            stats = tensors.get(name)
+            if stats and stats["bins"]:
+                edges = list(range(stats["low"], stats["low"] + len(stats["bins"]) + 1))
+                drawn[f"probe/{path or 'model'}/{name}"] = wandb.Histogram(np_histogram=(stats["bins"], edges))
+    return drawn
 
 
 def log_checkpoint(run: Any, info: RunInfo, result: Mapping[str, Any]) -> None:

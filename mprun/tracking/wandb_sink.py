@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from mprun.tracking.base import Record, RunInfo, Sink
-from mprun.tracking.jsonl import read_metrics
-from mprun.tracking.wandb_extras import alert, log_checkpoint, log_modules
+from mprun.tracking.jsonl import read_metrics, read_probe
+from mprun.tracking.wandb_extras import alert, histograms, log_checkpoint, log_modules
 from mprun.tracking.wandb_start import at_exit, begin, finish_timeout_s, reason, run_id, untouched
 from mprun.training.env import json_ready
 
@@ -162,7 +162,7 @@ class WandbSink(Sink):
     def _open(self, info: RunInfo) -> list[Record]:
         """Start W&B's run. Returns the records of earlier lives that it has to be told again."""
         resumed = info.resumed_from_step is not None
-        backlog = read_metrics(info.run_dir, effective=True) if resumed else []
+        backlog = _everything(info.run_dir) if resumed else []
         self._id = run_id(info.run_dir)
         self._run, self.mode, line = begin(info, self.mode, self._id)
         self._lines += [line] if line else []
@@ -204,7 +204,8 @@ class WandbSink(Sink):
             for key, value in record.items()
             if key in ("step", "attempt", "epoch") or ("/" in key and key.startswith(kept))
         }
-        self._run.log({key: value for key, value in row.items() if isinstance(value, int | float)})
+        drawn = histograms(record) if record.get("kind") == "probe" else {}
+        self._run.log({key: value for key, value in row.items() if isinstance(value, int | float)} | drawn)
 
     def _give_up(self, cause: BaseException | str) -> None:
         for function in at_exit:
@@ -213,3 +214,12 @@ class WandbSink(Sink):
         if first:
             why = cause if isinstance(cause, str) else reason(cause)
             self._say(f"W&B is left alone from here on ({why}); metrics.jsonl has everything")
+
+
+def _everything(run_dir: Path) -> list[Record]:
+    """The records of earlier lives that count, those of the probe with what they had to say of modules."""
+    samples = {sample["attempt"]: sample["modules"] for sample in read_probe(run_dir, effective=True)}
+    return [
+        {**record, "modules": samples.get(record["attempt"], {})} if record.get("kind") == "probe" else record
+        for record in read_metrics(run_dir, effective=True)
+    ]

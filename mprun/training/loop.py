@@ -28,7 +28,7 @@ from mprun.training import checkpoint
 from mprun.training.env import capture_rng, peak_memory_bytes, restore_rng
 from mprun.training.outcomes import drain, refuse_nothing
 from mprun.training.result import OVERFLOW
-from mprun.training.run import Pending, Run, RunResult, emit, log_state, warn
+from mprun.training.run import Pending, Run, RunResult, due_probe, emit, log_state, probe_notes, warn
 from mprun.training.step import eval_step, train_step
 from mprun.training.targets import batch_norm_explained
 
@@ -42,6 +42,7 @@ def fit(run: Run) -> RunResult:
     """
     state = run.state
     notes = [run.data.spec.note] if run.data.spec.note else []
+    notes += probe_notes(run)
     for line in [*announcements(state.policy, state.loss_scale), *notes]:
         warn(run, line)
     with signals(run):
@@ -133,13 +134,14 @@ def step(run: Run, window: list[Batch]) -> None:
 
 def attempt(run: Run, window: list[Batch]) -> None:
     """Run one training step and remember its result until the host looks."""
-    with batch_norm_explained(window):
-        result = train_step(run.state, window)
+    probe = due_probe(run)
+    with batch_norm_explained(window), nullcontext() if probe is None else probe.watch(run.state):
+        result = train_step(run.state, window, probe=probe)
     run.state.counters.attempts += 1
     run.window_attempts += 1
     position, ids = run.state.position, [int(i) for batch in window for i in batch.ids[:8]]
     kept = window if run.state.device.type == "cpu" else None
-    run.pending.append(Pending(result, position.epoch, position.batch, len(window), tuple(ids[:8]), kept))
+    run.pending.append(Pending(result, position.epoch, position.batch, len(window), tuple(ids[:8]), kept, probe))
     for sink in run.sinks:
         sink.progress(run.state.counters.applied, run.state.counters.attempts)
 

@@ -9,6 +9,7 @@ import torch
 
 from mprun.config import OnNonFiniteLoss
 from mprun.errors import LossScaleError, MprunError, NonFiniteError
+from mprun.numerics.sample import record as probe_record
 from mprun.training.blame import explain, input_overflow
 from mprun.training.result import APPLIED, EMPTY, NONFINITE_GRAD, NONFINITE_LOSS, OVERFLOW, StepRow, unpack
 from mprun.training.run import Pending, Run, emit, warn
@@ -34,6 +35,8 @@ def drain(run: Run) -> None:
             counters.empty += 1
         else:
             counters.nonfinite += 1
+        if entry.probe is not None:
+            emit(run, probe_record(entry.probe.read()))
         if row.outcome != APPLIED:
             emit(run, _skip_record(run, row, number, entry))
         if row.inf_inputs and not run.told_inf_inputs:

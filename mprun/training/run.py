@@ -12,6 +12,7 @@ from typing import Any
 
 from mprun.config import Config, Task
 from mprun.data.base import Batch, Data
+from mprun.numerics.probe import Probe, select
 from mprun.tracking.base import Sink
 from mprun.training.metrics import Best, Means, SkipRate
 from mprun.training.result import StepResult, StepRow
@@ -35,6 +36,7 @@ class Pending:
 
     ``window`` is kept on the CPU only, where the host looks at once: on an accelerator the batches of many steps would pile
     up in its memory, so they are fetched again by their place (``epoch``, first batch ``start``) if somebody asks for them.
+    ``probe`` looked at the step, if it was a sampled one, and is read when the host looks.
     """
 
     result: StepResult
@@ -43,6 +45,7 @@ class Pending:
     batches: int
     ids: tuple[int, ...]
     window: Sequence[Batch] | None
+    probe: Probe | None = None
 
     def fetch(self, data: Data) -> list[Batch]:
         """The micro-batches of the step."""
@@ -128,6 +131,28 @@ def resume_log(run: Run, saved: dict[str, Any]) -> None:
     run.logged_step, run.evaluated_step = saved["logged_step"], saved["evaluated_step"]
     run.train_s, run.examples = saved["train_s"], saved["examples"]
     run.saved_step = run.state.counters.applied
+
+
+def due_probe(run: Run) -> Probe | None:
+    """A probe for the attempt to come, every ``probe.every`` attempts; by number, so that a resumed run samples the same ones."""
+    every = run.config.probe.every
+    return Probe(run.config.probe.modules) if every and run.state.counters.attempts % every == 0 else None
+
+
+def probe_notes(run: Run) -> list[str]:
+    """What is to be said of the probe at the start.
+
+    Raises:
+        ConfigError: ``probe.modules`` names a module that there is not.
+    """
+    if not run.config.probe.every:
+        return []
+    select(run.state.model, run.config.probe.modules)
+    if run.state.forward is run.state.model:
+        return []
+    return [
+        "probe: compiled code shows no modules; sampled are parameters, their gradients and updates (model.compile=true)"
+    ]
 
 
 def warn(run: Run, message: str) -> None:

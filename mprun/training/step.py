@@ -27,18 +27,20 @@ from torch import Tensor
 from mprun.config import Task
 from mprun.data.base import IGNORE, Batch
 from mprun.errors import ConfigError
+from mprun.numerics.probe import Probe
 from mprun.precision.policy import PrecisionPolicy, map_tensors
 from mprun.training.result import StepResult, Verdict
 from mprun.training.state import TrainState
 from mprun.training.targets import check_output
 
 
-def train_step(state: TrainState, window: Sequence[Batch]) -> StepResult:
+def train_step(state: TrainState, window: Sequence[Batch], *, probe: Probe | None = None) -> StepResult:
     """Run one window through forward, backward and (if all is finite) the optimizer. See the module's docstring.
 
     Args:
         state: moved in place: parameters, optimizer state, EMA, scale, counters. On a skip only scale and counters.
         window: the micro-batches of one optimizer step, on the state's device.
+        probe: inside its ``watch``: looks at gradients and updates. It moves nothing.
 
     Raises:
         ConfigError: no trainable parameter received a gradient.
@@ -46,10 +48,14 @@ def train_step(state: TrainState, window: Sequence[Batch]) -> StepResult:
     buffers = state.start_window()
     sums = accumulate(state, window)
     grads = _gradients(state)
+    if probe is not None:
+        probe.gradients(state)
     norm, bad_grad = gradient_norm(state, grads)
     verdict = judge(state, sums, bad_grad | sums.lost)
     lr = state.rates.at(state.applied) * state.base_lr
     optimizer_step(state, grads, norm=norm, lr=lr, verdict=verdict)
+    if probe is not None:
+        probe.updates(state, verdict.applied)
     state.weights.write_back()
     state.undo_buffers(buffers, verdict.applied)
     state.applied = state.applied + verdict.applied

@@ -34,7 +34,7 @@ STATES = ("complete", "pruned", "failed", "running", "waiting")
 # Groups whose option a recipe names; the rest of what a trial was is given key by key.
 CHOSEN = ("model", "dataset", "precision", "optimizer", "schedule", "train")
 # What is about the machine, or about this run, and no part of what was found.
-LEFT_OUT = (*COMMAND_LINE_ONLY, "tracking", "meta", "expect", "device")
+LEFT_OUT = (*COMMAND_LINE_ONLY, "tracking", "probe", "meta", "expect", "device")
 
 
 def conclude(

@@ -40,7 +40,7 @@ FORBIDDEN = {
     "name": "it is no hyperparameter",
     "device": "it is no hyperparameter",
 }
-ASIDE = ("tracking", "hydra", "meta", "expect")
+ASIDE = ("tracking", "probe", "hydra", "meta", "expect")
 
 
 @dataclass(frozen=True)
