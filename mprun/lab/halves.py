@@ -12,9 +12,7 @@ That covers what no module's border shows: the inside of attention, the half cop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mprun.lab.calls import drop_gradients
 from mprun.lab.reference import SavedState
+from mprun.lab.replay import Replay
 from mprun.numerics.operations import FILLS, MOVES, about, floats, reach
 from mprun.numerics.places import Place, Places
 from mprun.numerics.trace import trace
-from mprun.training import checkpoint
-from mprun.training.env import restore_rng
 from mprun.training.state import TrainState
 from mprun.training.step import forward_loss, valid_targets
 
@@ -44,7 +41,7 @@ class Overflow:
 
 
 @dataclass(frozen=True)
-class Replay:
+class Look:
     """One forward and backward pass of a state under a policy.
 
     Attributes:
@@ -98,11 +95,9 @@ class _Halves(TorchDispatchMode):
         return result
 
 
-def replay(state: TrainState, saved: SavedState, scale: float) -> Replay:
+def look_at(replay: Replay, state: TrainState, saved: SavedState, scale: float) -> Look:
     """The first micro-batch of ``saved``'s window under ``state``'s policy at loss scale ``scale``; moves ``state`` there."""
-    checkpoint.restore(state, saved.checkpoint, path=Path("the reference run"))
-    restore_rng(saved.rng)
-    state.scale.scale.fill_(scale)
+    replay.place(state, saved)
     window = saved.window
     zero = torch.zeros_like(state.applied)
     valid = sum((valid_targets(batch.targets, state.task) for batch in window), start=zero)
@@ -131,7 +126,7 @@ def replay(state: TrainState, saved: SavedState, scale: float) -> Replay:
     by_direction: dict[str, dict[str, tuple[str, float]]] = {"forward": {}, "backward": {}}
     for (module, where), (operation, amax) in halves.peaks.items():
         by_direction[where][module] = (operation, amax / (scale if where == "backward" else 1.0))
-    return Replay(
+    return Look(
         saved.step,
         scale,
         by_direction["forward"],
@@ -144,18 +139,18 @@ def replay(state: TrainState, saved: SavedState, scale: float) -> Replay:
     )
 
 
-def settled(state: TrainState, saved: SavedState, scale: float, *, lowest: float = 2.0**-14) -> Replay:
-    """:func:`replay` at the first of ``scale``, ``scale / 64`` ... at which nothing half overflows in the backward pass.
+def settled(replay: Replay, state: TrainState, saved: SavedState, scale: float, *, lowest: float = 2.0**-14) -> Look:
+    """:func:`look_at` at the first of ``scale``, ``scale / 64`` ... at which nothing half overflows in the backward pass.
 
-    A forward pass that overflows does so at every scale: its replay is returned as it is.
+    A forward pass that overflows does so at every scale: it is returned as it is.
     """
     while True:
-        found = replay(state, saved, scale)
+        found = look_at(replay, state, saved, scale)
         if not found.backward_overflows or found.overflows or found.error or scale <= lowest:
             return found
         scale = max(scale / 64, lowest)
 
 
-def peak(replays: Sequence[Replay]) -> float:
-    """The largest half gradient (unscaled) of any of them; 0 where there is none."""
-    return max((amax for one in replays for _, amax in one.backward.values()), default=0.0)
+def peak(look: Look) -> float:
+    """The largest half gradient of a pass, unscaled; 0 where there is none."""
+    return max((amax for _, amax in look.backward.values()), default=0.0)

@@ -1,0 +1,159 @@
+"""From one FP32 run to a policy that has been tried: measure, propose, verify, correct.
+
+**Measure**: ``diagnose.steps`` steps in FP32, every ``diagnose.every``-th with the numbers at all module borders; some states
+are kept. **Propose** a policy for a half format (:mod:`mprun.lab.propose`).
+
+**Verify**: the policy runs from the same initialisation over the same batches as the FP32 run, once with the dynamic and once
+with the static scale. It has to end, skip at most ``MOST_SKIPS`` steps (none, static), and follow FP32's loss. If it does not,
+what is to blame is corrected (a module, the scale), at most ``ROUNDS`` times.
+
+FP16 is recommended where its cure is small and verified, otherwise BF16, if that is; otherwise FP32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mprun.config import Config
+from mprun.data.base import Batch
+from mprun.lab.advice import SCALES, SHORT, Modules, Parity, loss_parity, power
+from mprun.lab.borders import watched_step
+from mprun.lab.propose import Measured, Proposal, cure, policy, propose
+from mprun.lab.reference import Curve, SavedState, reference
+from mprun.lab.replay import Replay
+from mprun.training.result import StepResult
+from mprun.training.state import TrainState
+from mprun.training.step import train_step
+
+KEPT_STATES, ROUNDS, MOST_SKIPS = 4, 4, 2
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run of a policy beside FP32: its scale's kind and where it started and ended, and whether it is ``ok``."""
+
+    kind: str
+    init: float
+    last_scale: float
+    steps: int
+    skips: int
+    parity: Parity
+    status: str
+    error: str | None
+    ok: bool
+
+
+@dataclass
+class Diagnosis:
+    """What came out. ``chosen`` is None where nothing in half could be verified; ``reason`` says why it is what it is."""
+
+    measured: Measured | None = None
+    fp16: Proposal | None = None
+    bf16: Proposal | None = None
+    chosen: Proposal | None = None
+    reason: str = ""
+
+
+def diagnose(config: Config, found: Diagnosis, say: Say) -> None:
+    """Fill ``found`` in, step by step, so that an interrupted diagnosis leaves what is known.
+
+    Raises:
+        MprunError: what ``mprun train`` would refuse.
+    """
+    say("FP32: the run that everything is held against")
+    measured = found.measured = measure(config)
+    curve = measured.reference.curve
+    if curve.status != "ok" or not curve.losses:
+        found.reason = (
+            f"the FP32 run itself goes wrong, so precision is not the cause: {curve.error or 'no step was applied'}"
+        )
+        return
+    fp16 = found.fp16 = tried(measured, config, "float16", say)
+    if not fp16.failed and fp16.small:
+        count = len(fp16.rules)
+        kept = f", with {count} module{'s' * (count != 1)} in FP32" if count else ""
+        found.chosen, found.reason = fp16, f"FP16 with a loss scale follows FP32{kept}"
+        return
+    why = fp16.failed or f"it would need {len(fp16.rules)} of {fp16.halves} modules in FP32"
+    bf16 = found.bf16 = tried(measured, config, "bfloat16", say)
+    if not bf16.failed:
+        found.chosen, found.reason = bf16, f"not FP16: {why}. BF16 has FP32's range, and follows FP32"
+    elif not fp16.failed:
+        found.chosen, found.reason = fp16, f"{why}, but BF16 is no way out: {bf16.failed}"
+    else:
+        found.reason = f"stay with FP32. FP16: {why}. BF16: {bf16.failed}"
+
+
+def measure(config: Config) -> Measured:
+    """The FP32 run, sampled."""
+    steps, every = config.diagnose.steps, config.diagnose.every
+    if config.train.steps is not None:
+        steps = min(steps, config.train.steps)
+    samples: dict[int, Modules] = {}
+
+    def step(state: TrainState, window: Sequence[Batch]) -> StepResult:
+        now = state.counters.applied
+        if now % every or now in samples:
+            return train_step(state, window)
+        result, samples[now] = watched_step(state, window)
+        return result
+
+    sampled = range(0, steps, every)
+    places = {round(i * (len(sampled) - 1) / max(KEPT_STATES - 1, 1)) for i in range(KEPT_STATES)}
+    return Measured(reference(config, steps=steps, keep=[sampled[i] for i in sorted(places)], watch=step), samples)
+
+
+def tried(measured: Measured, config: Config, dtype: str, say: Say) -> Proposal:
+    """A policy in ``dtype``, verified and corrected; ``failed`` says why it cannot be recommended."""
+    say(f"{SHORT[dtype]}: what would be half, how large it gets, and what each module does to it")
+    found = propose(measured, config, dtype)
+    kinds = ("dynamic", "static") if found.scaled else ("none",)
+    for number in range(0 if found.failed else ROUNDS):
+        trials, broken = [], None
+        for kind in kinds:
+            init = found.static if kind == "static" else found.init
+            say(f"{SHORT[dtype]}: a run" + (f" with a {kind} scale from {power(init)}" if found.scaled else ""))
+            runner = Replay(measured.reference, policy(config, dtype, init=init, kind=kind))
+            curve, at = runner.run([*found.rules], len(measured.reference.losses))
+            trials.append(trial_of(kind, init, curve, measured.reference.losses))
+            broken = broken or at
+        found.trials = trials
+        found.failed = next((_failure(trial) for trial in trials if not trial.ok), "")
+        if not found.failed or number == ROUNDS - 1 or not _correct(measured, config, found, broken):
+            break
+    return found
+
+
+def trial_of(kind: str, init: float, curve: Curve, exact: Sequence[float]) -> Trial:
+    """The verdict on a run: it ended, skipped few steps, and follows the losses ``exact``."""
+    parity, skips = loss_parity(exact, curve.losses), len(curve.skips)
+    ok = curve.status == "ok" and skips <= (MOST_SKIPS if kind == "dynamic" else 0) and parity.holds
+    last = curve.scales[-1] if curve.scales else init
+    return Trial(kind, init, last, len(curve.losses), skips, parity, curve.status, curve.error, ok)
+
+
+def _failure(trial: Trial) -> str:
+    if trial.status != "ok":
+        return f"a run of it ends early: {trial.error}"
+    if not trial.parity.holds:
+        gap, allowed = trial.parity.gap, trial.parity.allowed
+        return f"after {trial.steps} steps its loss is {gap:.3g} above FP32's ({allowed:.2g} is allowed)"
+    return f"with a {trial.kind} scale from {power(trial.init)} it skips {trial.skips} of {trial.steps + trial.skips} steps"
+
+
+def _correct(measured: Measured, config: Config, found: Proposal, broken: SavedState | None) -> bool:
+    """Change what a failed verification blames: a module that overflowed, or the scale. Whether there was something to change."""
+    before = (dict(found.rules), found.static, found.init)
+    if broken is not None:
+        states = dataclasses.replace(measured.reference, states=(*measured.reference.states, broken))
+        replay = Replay(measured.reference, policy(config, found.dtype))
+        cure(replay, dataclasses.replace(measured, reference=states), config, found)
+    for trial in found.trials if found.rules == before[0] else ():
+        if trial.kind == "static" and trial.skips:
+            found.static = max(found.static / 4, SCALES[0])
+        elif trial.kind == "dynamic" and trial.skips > MOST_SKIPS:
+            found.init = max(min(trial.last_scale, found.init / 4), SCALES[0])
+    return before != (dict(found.rules), found.static, found.init)
