@@ -243,8 +243,9 @@ def load(path: Path, *, own: bool = True) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} holds more than tensors and plain values, or is damaged; it was not loaded: {str(error).splitlines()[0]}"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} is damaged or no checkpoint: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # some other file can break the reader anywhere, in any way
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(f"{path} is damaged or no checkpoint: {why}") from error
     if not own and isinstance(content, dict):
         return content
     if not isinstance(content, dict) or "format" not in content:
