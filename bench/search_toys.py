@@ -1,7 +1,7 @@
 """Small models whose trouble in FP16 is known: a T5-like encoder with Linears that reach beyond 65504, and data for it.
 
 ``t5`` has an embedding, and blocks of attention and a gated MLP. The output Linear ``wo`` of the MLP is followed by a small gain,
-as in nets that scale their branches, so its large output does no harm in FP32. ``loud`` makes one ``wo`` reach some 3e5. ``chain``
+as in nets that scale their branches, so its large output does no harm in FP32. ``loud`` makes one ``wo`` reach millions. ``chain``
 puts a Linear ``down`` between such a ``wo`` and the gain: with ``wo`` alone in FP32 its output overflows in the cast before
 ``down``, with ``down`` alone it has overflowed already.
 """
@@ -35,7 +35,7 @@ class Attention(nn.Module):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         scores = self.q(x) @ self.k(x).transpose(1, 2) / x.shape[-1] ** 0.5
         return self.o(scores.softmax(-1) @ self.v(x))
 
@@ -57,7 +57,7 @@ class Gated(nn.Module):
             nn.init.normal_(self.down.weight, std=0.1 / width**0.5)
             self.gain = 10.0 / LOUD
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         return self.down(self.wo(self.act(self.wi_0(x)) * self.wi_1(x))) * self.gain
 
 
@@ -69,7 +69,7 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
         self.attn, self.mlp = Attention(width), Gated(width, loud, chain)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
@@ -84,7 +84,7 @@ class T5(nn.Module):
         self.blocks = nn.ModuleList(Block(width, i == loud, chain and i == loud) for i in range(depth))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, classes)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:  # noqa: D102
         x = self.embed(ids) + self.place
         for block in self.blocks:
             x = block(x)
@@ -92,7 +92,13 @@ class T5(nn.Module):
 
 
 def t5(
-    *, input_shape: tuple[int, ...], num_classes: int, width: int = 16, depth: int = 2, loud: int | None = None, chain: bool = False
+    *,
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    width: int = 16,
+    depth: int = 2,
+    loud: int | None = None,
+    chain: bool = False,
 ) -> nn.Module:
     """The model; ``loud`` is the number of the block with the large ``wo``."""
     return T5(num_classes, width, depth, loud, chain)

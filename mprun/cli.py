@@ -25,6 +25,7 @@ COMMANDS = {
     "plot": "a picture of them: plot [FOLDER ...] --kind curves|parallel --metric val/loss --out FILE.png|svg|html",
     "report": "one HTML page of a run, a sweep or a comparison, for the disk: report [FOLDER | latest] --out FILE",
     "eval": "scores a checkpoint on the validation set, raw and EMA: eval RUN | CHECKPOINT [precision=fp32] --json FILE",
+    "search": "the smallest set of modules that must stay FP32: search model=... precision=fp16_dynamic",
     "tune": "searches hyperparameters with Optuna: tune KEY=interval(LOW,HIGH) ... tune.trials=20",
     "rerun": "a past run again, after saying what has changed since: rerun RUN | latest; --dry only says it",
     "resume": "goes on with a run or a sweep: resume RUN | SWEEP | latest",
@@ -37,7 +38,20 @@ COMMANDS = {
 }
 
 # Commands with a help of their own, their module's docstring: mprun table --help.
-OWN_HELP = ("compare", "verify", "table", "plot", "report", "eval", "tune", "rerun", "resume", "validate", "estimate")
+OWN_HELP = (
+    "compare",
+    "verify",
+    "table",
+    "plot",
+    "report",
+    "eval",
+    "tune",
+    "rerun",
+    "resume",
+    "validate",
+    "estimate",
+    "search",
+)
 
 # Hydra's own flags: these are handed to Hydra as they are.
 HYDRA_FLAGS = {

@@ -31,8 +31,8 @@ class Cause:
     """Why FP32 modules are no cure.
 
     Attributes:
-        kind: ``learning_rate``, ``data``, ``scale``, ``output``, ``model``, ``divergence`` (in FP32, at every learning rate that was
-            tried) or ``unknown``.
+        kind: ``learning_rate``, ``data``, ``scale``, ``output``, ``model``, ``divergence`` (in FP32, at every learning rate that
+            was tried), ``budget`` (it ended first) or ``unknown``.
         message: in one line, with the evidence.
         evidence: the numbers.
     """
@@ -184,8 +184,8 @@ def trouble_with_all(evaluator: Evaluator, why: str) -> Cause:
         name = str(policy.input_dtype).removeprefix("torch.")
         return Cause(
             "data",
-            f"inputs reach {reach:.3g}, and precision.mode={policy.mode} casts them to {name} before the model, where they are inf: "
-            "normalise the data, or use precision.mode=autocast",
+            f"inputs reach {reach:.3g}, and precision.mode={policy.mode} casts them to {name} before the model, where they are "
+            "inf: normalise the data, or use precision.mode=autocast",
             {"input_amax": reach},
         )
     if replay.config.precision.output_dtype.value != "float32":

@@ -38,6 +38,7 @@ from mprun.lab.reference import Reference, SavedState, windows
 from mprun.lab.replay import Replay
 from mprun.lab.rounding import rounded_borders
 from mprun.numerics.formats import FORMATS
+from mprun.training.blame import dtype_trouble
 from mprun.training.state import TrainState
 
 ROUNDING, NOISE, CAP, FLOOR = 4.0, 0.1, 0.5, 1e-6  # R, K, the cap of the noise, Z
@@ -68,7 +69,8 @@ class StateError:
     Attributes:
         step: of the state.
         loss_scale: S at which it was run.
-        finite: ``yes``, ``loss`` (the loss is not finite) or ``gradients`` (at no scale, or not at the static one).
+        finite: ``yes``, ``loss`` (the loss is not finite), ``gradients`` (at no scale, or not at the static one), or what
+            the model said when it met dtypes that it cannot do with.
         loss: of the candidate; ``loss_error`` its relative difference from FP32's.
         error: relative error of the whole gradient.
         worst: module with the largest error for its limit, and ``margin`` their ratio: above the tolerance it fails.
@@ -104,6 +106,8 @@ class Evaluation:
             return f"the loss is {worst.loss} at {at}"
         if worst.finite == "gradients":
             return f"gradients are not finite at {at}, loss scale {worst.loss_scale:g}"
+        if worst.finite != "yes":
+            return worst.finite.splitlines()[0]
         error = worst.errors.get(worst.worst or "", 0.0)
         return f"gradient error {error:.2g} in {worst.worst or 'the model'}, {worst.margin:.2g} of its limit, at {at}"
 
@@ -162,7 +166,13 @@ class Evaluator:
         baselines = self.baselines
         with self.replay.running(modules, loss_scale) as state:
             for number, base in enumerate(baselines):
-                found.append(self._compared(state, number, base))
+                try:
+                    found.append(self._compared(state, number, base))
+                except (RuntimeError, TypeError) as error:
+                    if (text := dtype_trouble(error, state)) is None:
+                        raise
+                    step, nan = base.saved.step, math.nan
+                    found.append(StateError(step, nan, text, nan, nan, nan, None, math.inf, {}, {}))
                 if not found[-1].margin <= self.tolerance:
                     break
         return Evaluation(modules, found[-1].margin <= self.tolerance, tuple(found))

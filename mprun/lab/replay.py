@@ -57,7 +57,6 @@ class Replay:
                 state = self.build(None)
                 self.place(state, reference.states[0])
                 self.rows: list[dict[str, Any]] = observe(state, reference.states[0].window[0])
-                self.written = bool(state.written)
 
     def configured(self, modules: Sequence[str] | None, loss_scale: float | None = None) -> Config:
         """The candidate's config with ``modules`` in FP32, and a static scale if one is given; the reference's for None."""
@@ -119,7 +118,11 @@ class Replay:
         return loss, grads
 
     def curve(self, modules: Sequence[str], steps: int, *, loss_scale: float | None = None) -> Curve:
-        """A run of ``steps`` applied steps of the candidate with ``modules`` in FP32, from the reference's initialisation."""
+        """A run of ``steps`` applied steps of the candidate with ``modules`` in FP32, from the reference's initialisation.
+
+        Raises:
+            MprunError: a real run would be refused, as one whose rules cannot come into force.
+        """
         return self.run(modules, steps, loss_scale=loss_scale)[0]
 
     def run(
@@ -130,8 +133,7 @@ class Replay:
         with self.running(modules, loss_scale) as state:
             restore(state, self._content(state, first), path=KEPT)
             state.scale = state.loss_scale.start(self.device)
-            if self.written:
-                check_plan(state, observe(state, first.window[0]))
+            check_plan(state, observe(state, first.window[0]))
             return go(state, self.reference.data, self.configured(modules, loss_scale), steps=steps)
 
     def _content(self, state: TrainState, saved: SavedState) -> dict[str, Any]:

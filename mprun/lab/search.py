@@ -18,22 +18,35 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from mprun.config import Config, ScaleKind
+from mprun.errors import MprunError
 from mprun.lab.candidates import ROOT, Candidate, candidates, cost, rank, uncovered
 from mprun.lab.causes import Cause, scales_that_pass, trouble_in_fp32, trouble_with_all
 from mprun.lab.ddmin import BudgetSpentError, Items, Minimum, Trials, ddmin, minimise, minimum
-from mprun.lab.evaluate import Evaluation, Evaluator
+from mprun.lab.evaluate import CAP, FLOOR, NOISE, ROUNDING, Evaluation, Evaluator
 from mprun.lab.local import ModuleError, local_errors
 from mprun.lab.reference import Curve, Reference, reference
 from mprun.numerics.formats import FORMATS
 from mprun.numerics.parity import curve_gap
+from mprun.training.build import device_of, switches
 
 SEEDS = 2  # further seeds of FP32 that say how far curves lie apart by chance
 RESOLUTION = 4.0  # times eps of the format, of the mean loss
+
+# The test in words, for result.json.
+TEST = (
+    "At 0, 1/2 and 1 of search.steps of an FP32 run: loss and gradients are finite, and for every module m with parameters, and for "
+    f"all together, |g_m - g32_m| <= tolerance * max({ROUNDING:g} r_m, min({NOISE:g} n_m, {CAP:g} |g32_m|), {FLOOR:g} |g32|), "
+    "where r_m is the error of FP32 gradients when matrices and all that passes between modules are rounded to the format's "
+    "mantissa, and n_m the difference between FP32 gradients of two windows. Then a run of search.steps steps ends well, and the "
+    "root mean square gap of its smoothed loss curve to FP32's is at most tolerance times the larger of the standard deviation "
+    f"over {SEEDS + 1} FP32 seeds and {RESOLUTION:g} eps of the mean loss."
+)
 
 # Called after every test of a set: the set, whether it passed, the tests so far, and the best set so far.
 Tell = Callable[[Items, bool, int, Items | None], None]
@@ -130,6 +143,11 @@ def search(config: Config, tell: Tell | None = None) -> Found:
     Raises:
         MprunError: what ``mprun train`` would refuse.
     """
+    with switches(config, device_of(config)):  # the half kernels stay in place while models of many sets come and go
+        return _search(config, tell)
+
+
+def _search(config: Config, tell: Tell | None) -> Found:
     begin = time.perf_counter()
     steps = config.search.steps
     run = reference(config, steps=steps, keep=sorted({0, steps // 2, steps}))
@@ -207,7 +225,11 @@ def _why(s: Searching, items: Sequence[str]) -> str:
 def _track(s: Searching, modules: Sequence[str], loss_scale: float | None) -> Tracking:
     key = frozenset(modules), loss_scale
     if key not in s.tracked:
-        s.tracked[key] = _tracked(s, s.evaluator.replay.curve(modules, s.steps, loss_scale=loss_scale))
+        try:
+            curve = s.evaluator.replay.curve(modules, s.steps, loss_scale=loss_scale)
+        except MprunError as error:  # a run with these rules would be refused
+            curve = Curve((), (), (), (), "refused", str(error).splitlines()[0])
+        s.tracked[key] = _tracked(s, curve)
     return s.tracked[key]
 
 
@@ -271,12 +293,16 @@ def _refined(s: Searching, result: Minimum, pool: Sequence[str]) -> Minimum:
             others = [path for path in items if path != container]
             children = trials.sorted(inside[container])
             if trials([*others, *children]):
-                kept = ddmin(children, lambda part, others=others: trials([*others, *part]))
+                kept = ddmin(children, partial(_beside, trials, others))
                 items = trials.sorted([*others, *kept])
         items = ddmin(items, trials)
     except BudgetSpentError:
         spent = True
     return minimum(items, pool, trials, spent=spent)
+
+
+def _beside(trials: Trials, others: Sequence[str], part: Iterable[str]) -> bool:
+    return trials([*others, *part])
 
 
 def _result(s: Searching, status: str, result: Minimum) -> Found:
