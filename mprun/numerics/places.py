@@ -36,10 +36,16 @@ LOSS, INPUT = "<loss>", "<input>"
 
 
 class Places:
-    """Where the program is. Made for one model; :meth:`watch` puts the hooks on and takes them off."""
+    """Where the program is. Made for one model; :meth:`watch` puts the hooks on and takes them off.
+
+    Attributes:
+        paths: by module; ``classes`` by path.
+        order: the modules that called no inner ones, as they ran in the forward passes.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
+        self.order: list[str] = []
         self.classes = {path: type(module).__name__ for module, path in self.paths.items()}
         self._owners: dict[Any, str] = {
             parameter: path for module, path in self.paths.items() for parameter in module.parameters(recurse=False)
@@ -51,6 +57,7 @@ class Places:
         self._entered = False  # the model has been called since the last backward
         self._node: Any = None
         self._around: str | None = None
+        self._entering = ""
         self._thread = threading.get_ident()
 
     @contextmanager
@@ -88,13 +95,15 @@ class Places:
             self._node_owner()
         else:
             self._entered = True
-        path = self.paths[module]
+        path = self._entering = self.paths[module]
         self._called.add(path)
         self._stack.append(path)
         self._mark()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         path = self.paths[module]
+        if path == self._entering and not _in_backward():
+            self.order.append(path)
         if path in self._stack:
             while self._stack.pop() != path:
                 pass

@@ -102,6 +102,13 @@ def subclass(cls: Any, forward: Any, make: Any, *arguments: Any) -> type[nn.Modu
         ) from error
 
 
+def plain_class(cls: Any) -> Any:
+    """``cls`` without what :func:`subclass` has put around it, borders and recompute: the class as its author wrote it."""
+    while "_mprun_recipe" in vars(cls):
+        cls = cls._mprun_recipe[1]
+    return cls
+
+
 def _portable(cls: Any) -> Any:
     """A class that pickle finds, or how to make one from such a class."""
     if "_mprun_recipe" not in vars(cls):

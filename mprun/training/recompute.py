@@ -65,6 +65,12 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def is_recomputed(model: nn.Module) -> bool:
+    """Whether :func:`apply_checkpointing` has wrapped anything in ``model``."""
+    recipes = (vars(type(module)).get("_mprun_recipe", (None,)) for module in model.modules())
+    return any(recipe[0] is _recomputed for recipe in recipes)
+
+
 @cache
 def _recomputed(cls: Any) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
