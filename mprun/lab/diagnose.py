@@ -71,14 +71,16 @@ def diagnose(config: Config, found: Diagnosis, say: Say) -> None:
             f"the FP32 run itself goes wrong, so precision is not the cause: {curve.error or 'no step was applied'}"
         )
         return
-    fp16 = found.fp16 = tried(measured, config, "float16", say)
+    fp16 = found.fp16 = _proposed(measured, config, "float16", say)
+    bf16 = found.bf16 = _proposed(measured, config, "bfloat16", say)
+    _try(measured, config, fp16, say)
     if not fp16.failed and fp16.small:
         count = len(fp16.rules)
         kept = f", with {count} module{'s' * (count != 1)} in FP32" if count else ""
         found.chosen, found.reason = fp16, f"FP16 with a loss scale follows FP32{kept}"
         return
     why = fp16.failed or f"it would need {len(fp16.rules)} of {fp16.halves} modules in FP32"
-    bf16 = found.bf16 = tried(measured, config, "bfloat16", say)
+    _try(measured, config, bf16, say)
     if not bf16.failed:
         found.chosen, found.reason = bf16, f"not FP16: {why}. BF16 has FP32's range, and follows FP32"
     elif not fp16.failed:
@@ -106,10 +108,14 @@ def measure(config: Config) -> Measured:
     return Measured(reference(config, steps=steps, keep=[sampled[i] for i in sorted(places)], watch=step), samples)
 
 
-def tried(measured: Measured, config: Config, dtype: str, say: Say) -> Proposal:
-    """A policy in ``dtype``, verified and corrected; ``failed`` says why it cannot be recommended."""
+def _proposed(measured: Measured, config: Config, dtype: str, say: Say) -> Proposal:
     say(f"{SHORT[dtype]}: what would be half, how large it gets, and what each module does to it")
-    found = propose(measured, config, dtype)
+    return propose(measured, config, dtype)
+
+
+def _try(measured: Measured, config: Config, found: Proposal, say: Say) -> None:
+    """Verify and correct a policy; ``failed`` says why it cannot be recommended."""
+    dtype = found.dtype
     kinds = ("dynamic", "static") if found.scaled else ("none",)
     for number in range(0 if found.failed else ROUNDS):
         trials, broken = [], None
@@ -124,7 +130,6 @@ def tried(measured: Measured, config: Config, dtype: str, say: Say) -> Proposal:
         found.failed = next((_failure(trial) for trial in trials if not trial.ok), "")
         if not found.failed or number == ROUNDS - 1 or not _correct(measured, config, found, broken):
             break
-    return found
 
 
 def trial_of(kind: str, init: float, curve: Curve, exact: Sequence[float]) -> Trial:
