@@ -75,11 +75,44 @@ def test_power() -> None:
     assert rates(3, 10, floor=1.0)[FAIL] > 0.99
 
 
+def paired_rates(n: int, deficit: float, *, correlation: float, floor: float, draws: int = 1500) -> dict[str, float]:
+    random = np.random.default_rng(n)
+    common, b, c = (random.normal(0, 1, (draws, n)) for _ in range(3))
+    own, shared = math.sqrt(1 - correlation), math.sqrt(correlation)
+    found = [
+        judge(
+            dict(enumerate((shared * z + own * x).tolist())),
+            dict(enumerate((shared * z + own * y - deficit).tolist())),
+            higher=True,
+            floor=floor,
+        ).outcome
+        for z, x, y in zip(common, b, c, strict=True)
+    ]
+    return {word: found.count(word) / draws for word in (PASS, FAIL, UNDECIDED)}
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.98])
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_errors_with_pairs_are_what_they_are_without(n, correlation) -> None:
+    assert paired_rates(n, 0, correlation=correlation, floor=1.0)[FAIL] <= 0.025 + 3 * 0.004
+    assert paired_rates(n, 4, correlation=correlation, floor=4.0)[PASS] <= 0.05 + 3 * 0.006
+
+
+def test_pairs_decide_where_seeds_differ_more_than_precisions() -> None:
+    alone, paired = rates(3, 0, floor=1.0), paired_rates(3, 0, correlation=0.98, floor=1.0)
+    assert alone[PASS] < 0.6
+    assert paired[PASS] > 0.8
+    found = judge({0: 0.8877, 1: 0.9244, 2: 0.9066}, {0: 0.8877, 1: 0.9199, 2: 0.9055}, higher=True, floor=0.01)
+    assert found.outcome == PASS
+    assert found.paired
+
+
 def test_more_seeds_decide_more_often() -> None:
     shares = [rates(n, 0, floor=1.0)[UNDECIDED] for n in (2, 3, 4, 5)]
     assert shares == sorted(shares, reverse=True)
 
 
+@settings(deadline=None)
 @given(SMALL, SMALL, st.randoms())
 def test_the_order_of_seeds_does_not_matter(b, c, random) -> None:
     found = non_inferiority(b, c, higher=True, floor=0.01)
@@ -88,6 +121,7 @@ def test_the_order_of_seeds_does_not_matter(b, c, random) -> None:
     assert repr(non_inferiority(b, c, higher=True, floor=0.01)) == repr(found)
 
 
+@settings(deadline=None)
 @given(SMALL, SMALL)
 def test_a_loss_is_judged_as_its_negative(b, c) -> None:
     one = non_inferiority(b, c, higher=True, floor=0.01)
@@ -95,6 +129,7 @@ def test_a_loss_is_judged_as_its_negative(b, c) -> None:
     assert (one.outcome, one.deficit) == (other.outcome, pytest.approx(other.deficit, abs=1e-15))
 
 
+@settings(deadline=None)
 @given(SMALL, SMALL, st.floats(0, 0.5))
 def test_a_worse_candidate_is_never_judged_better(b, c, shift) -> None:
     rank = {PASS: 0, UNDECIDED: 1, FAIL: 2}
@@ -102,7 +137,7 @@ def test_a_worse_candidate_is_never_judged_better(b, c, shift) -> None:
     assert rank[after] >= rank[before]
 
 
-@settings(max_examples=50)
+@settings(deadline=None)
 @given(SMALL, st.floats(-3, 3))
 def test_a_shift_of_everything_changes_nothing(b, shift) -> None:
     found = non_inferiority(b, b[::-1], higher=True, floor=0.01)
@@ -120,6 +155,12 @@ def test_the_bounds_are_those_of_scipy() -> None:
     assert found.high == pytest.approx(welch.high, rel=5e-3)
     assert found.high >= welch.high
     assert found.margin == pytest.approx(2 * np.std(b, ddof=1))
+    pairs = non_inferiority(b, c, higher=True, floor=0.01, pairs=[*zip(b, c, strict=False)])
+    gaps = np.array(b[:3]) - np.array(c)
+    by_pairs = np.mean(gaps) + stats.t.ppf(0.99, 2) * np.std(gaps, ddof=1) / math.sqrt(3)
+    by_groups = stats.ttest_ind(b, c, equal_var=False).confidence_interval(0.92).high
+    assert pairs.high == pytest.approx(min(by_pairs, by_groups), rel=5e-3)
+    assert pairs.low == found.low
 
 
 def test_undecided_says_how_many_seeds_would_do() -> None:

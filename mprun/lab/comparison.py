@@ -250,11 +250,12 @@ def _start_notes(read: Mapping[str, Sequence[SeedRun]], baseline: str) -> list[s
                     "what differs is not the precision alone"
                 )
     envs = [run.env for own in read.values() for run in own if run.env]
-    for what, values in {
-        "commits": {(env.get("git") or {}).get("commit") for env in envs},
-        "devices": {(env.get("device") or {}).get("name") for env in envs},
-        "versions of torch": {(env.get("versions") or {}).get("torch") for env in envs},
-    }.items():
+    places: dict[str, set[str]] = {
+        "commits": {str((env.get("git") or {}).get("commit"))[:10] for env in envs},
+        "devices": {str((env.get("device") or {}).get("name")) for env in envs},
+        "versions of torch": {str((env.get("versions") or {}).get("torch")) for env in envs},
+    }
+    for what, values in places.items():
         if len(values) > 1:
-            notes.append(f"the runs come from {len(values)} {what}: {', '.join(sorted(str(v)[:40] for v in values))}")
+            notes.append(f"the runs come from {len(values)} {what}: {', '.join(sorted(values))}")
     return notes

@@ -20,7 +20,7 @@ def points(value: float, metric: str, *, sign: bool = False) -> str:
 
 def unit(metric: str) -> str:
     """What a difference of ``metric`` is counted in."""
-    return "points" if higher_is_better(metric) else f"of {metric}"
+    return "points" if higher_is_better(metric) else f"in {metric}"
 
 
 def sentence(parity: Parity, metric: str, broke: Sequence[str] = ()) -> str:
@@ -35,26 +35,24 @@ def sentence(parity: Parity, metric: str, broke: Sequence[str] = ()) -> str:
     if parity.outcome == FAIL and "broke down" in parity.reason:
         return "; ".join([parity.reason, *broke[:1]])
     if parity.outcome == FAIL and parity.reason:
-        return f"{parity.reason}: {points(parity.deficit, metric)} {name} worse"
+        return f"{parity.reason}: {_apart(parity.deficit, metric)}"
     if parity.outcome == FAIL:
-        return f"{points(parity.deficit, metric)} {name} worse, at least {points(parity.low, metric)}; margin {margin}"
+        return f"{_apart(parity.deficit, metric)}, at least {points(parity.low, metric)}; margin {margin}"
     if parity.outcome == PASS:
-        way = "worse" if parity.high > 0 else "better"
-        return (
-            f"at most {points(abs(parity.high), metric)} {name} worse; margin {margin}"
-            if way == "worse"
-            else (f"better, by at least {points(-parity.high, metric)} {name}")
-        )
-    if math.isnan(parity.low):
+        pairs = " (by seeds in pairs)" if parity.paired else ""
+        if parity.high < 0:
+            return f"better, by at least {points(-parity.high, metric)} {name}{pairs}"
+        return f"at most {_apart(parity.high, metric)}{pairs}; margin {margin}"
+    if math.isnan(parity.low) or parity.reason.startswith(("the baseline", "no run")):
         return parity.reason + (f": give compare.seeds={parity.seeds_needed}" if parity.seeds_needed else "")
     more = (
         f"about {parity.seeds_needed} seeds would decide, if deficit and spread stay"
         if parity.seeds_needed
         else "more seeds would hardly decide: the deficit is about the margin"
     )
-    between = (
-        f"between {points(parity.low, metric, sign=True)} and {points(parity.high, metric, sign=True)} {name} worse"
-    )
-    if parity.seeds_needed is None and parity.reason.startswith(("the baseline", "no run")):
-        return parity.reason
-    return f"{between}, margin {margin}: {more}"
+    return f"between {_apart(parity.low, metric)} and {_apart(parity.high, metric)}; margin {margin}; {more}"
+
+
+def _apart(deficit: float, metric: str) -> str:
+    """``0.35 points worse``."""
+    return f"{points(abs(deficit), metric)} {unit(metric)} {'worse' if deficit >= 0 else 'better'}"
