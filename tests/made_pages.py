@@ -56,7 +56,8 @@ def sample(
         tensors = {
             "input": forward,
             "activation": forward,
-            "activation_grad": backward,
+            "activation_grad": np.float16(backward * (scale or 1)).astype(float) / (scale or 1),
+            "input_grad": backward,
             "weight": weight,
             "weight_grad": backward,
             "weight_update": weight * 1e-3,
@@ -76,10 +77,16 @@ def sample(
 
 
 def write_probe(folder: Path, samples: list[dict[str, Any]]) -> None:
-    """``probe.jsonl``."""
+    """``probe.jsonl``, and the records of it in ``metrics.jsonl``."""
     (folder / "probe.jsonl").write_text(
         "".join(json.dumps(json_ready(one)) + "\n" for one in samples), encoding="utf-8"
     )
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        for one in samples:
+            file.write(
+                json.dumps({"kind": "probe", **{key: one[key] for key in ("step", "attempt", "epoch", "segment")}})
+                + "\n"
+            )
 
 
 def records(steps: int, *, skips: int = 8, log_every: int = 10, seed: int = 0) -> list[dict[str, Any]]:

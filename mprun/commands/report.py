@@ -25,14 +25,15 @@ from mprun.errors import ConfigError, MprunError
 from mprun.report.html_page import Page, save
 from mprun.report.page_data import RunFiles
 from mprun.report.page_run import run_page
+from mprun.report.probe_view import with_flow
 from mprun.report.run_folders import CONFIG, LOADER, RESULT, flatten, read_run
 from mprun.report.summary import shown_path
 from mprun.runs import LATEST, OUTPUTS, SWEEP_FILE
-from mprun.tracking.jsonl import METRICS_FILE, read_metrics
+from mprun.tracking.jsonl import METRICS_FILE, read_metrics, read_probe
 from mprun.tracking.masking import masked
 from mprun.training.env import from_json
 
-REPORT, PROBE_FILE = "report.html", "probe.jsonl"
+REPORT, COMPARISON = "report.html", "compare.json"
 LAB = ("compare", "diagnose", "search")
 
 
@@ -82,6 +83,10 @@ def page_of(folder: Path) -> Page:
     Raises:
         ConfigError: none of them.
     """
+    if (folder / COMPARISON).is_file():
+        from mprun.commands.report_many import comparison_page
+
+        return comparison_page(folder)
     own = (folder / CONFIG).is_file() or (folder / RESULT).is_file()
     if (folder / SWEEP_FILE).is_file() or not own:
         from mprun.commands.report_many import sweep_page
@@ -138,18 +143,13 @@ def _records(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 
 def _samples(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """The samples of the probe that count: of an attempt that was made again after a resume, the last one."""
-    text = _read(folder / PROBE_FILE, problems, str) or ""
-    found: dict[int, dict[str, Any]] = {}
-    for line in text.splitlines():
-        try:
-            sample = from_json(json.loads(line))
-        except ValueError:
-            continue  # torn by a kill
-        if isinstance(sample, dict) and isinstance(sample.get("modules"), dict):
-            attempt = int(sample.get("attempt", 0))
-            found = {at: earlier for at, earlier in found.items() if at < attempt} | {attempt: sample}
-    return list(found.values())
+    """The samples of the probe that count."""
+    try:
+        found = read_probe(folder, effective=True)
+    except MprunError as error:
+        problems.append(f"The probe's samples are left out: {error}.")
+        return []
+    return [dict(with_flow(sample)) for sample in found if isinstance(sample.get("modules"), dict)]
 
 
 def _json(path: Path, problems: list[str]) -> Any:

@@ -62,7 +62,13 @@ def peak_map(grid: Grid, form: Format) -> Figure:
 
 
 def _map(
-    grid: Grid, shown: Array, limits: tuple[float, float], ramp: list[Any], bar: dict[str, Any], text: list[Any]
+    grid: Grid,
+    shown: Array,
+    limits: tuple[float, float],
+    ramp: list[Any],
+    bar: dict[str, Any],
+    text: list[Any],
+    place: str = "attempt",
 ) -> Figure:
     count = len(grid.attempts)
     places = sorted({round(index) for index in np.linspace(0, count - 1, min(count, 7)).tolist()})
@@ -71,7 +77,7 @@ def _map(
         "customdata": [[[name or "(model)", attempt, cell] for attempt, cell in zip(grid.attempts, row, strict=True)]
                        for name, row in zip(grid.modules, text, strict=True)],
         "zmin": limits[0], "zmax": limits[1], "colorscale": ramp, "xgap": 1 if count <= 80 else 0, "ygap": 1,
-        "hovertemplate": "<b>%{customdata[0]}</b><br>attempt %{customdata[1]}: %{customdata[2]}<extra></extra>",
+        "hovertemplate": "<b>%{customdata[0]}</b><br>" + place + " %{customdata[1]}: %{customdata[2]}<extra></extra>",
         "colorbar": {"thickness": 12, "outlinewidth": 0, "tickfont": {"size": 10, "color": GREY}, "len": 1, "y": 0.5, **bar},
     }  # fmt: skip
     names = [_shortened(name or "(model)") for name in grid.modules]
@@ -81,7 +87,7 @@ def _map(
         "layout": layout(
             height,
             xaxis=axis(
-                "attempt",
+                place,
                 tickvals=places,
                 ticktext=[f"{grid.attempts[place]:,}" for place in places],
                 showgrid=False,
@@ -117,7 +123,7 @@ def sqnr_map(states: Sequence[Mapping[str, Any]], most: int = 40) -> Figure:
     )
     text = [["" if math.isnan(value) else f"{value:.1f} dB" for value in row] for row in grid.values.tolist()]
     ramp = [[0.0, "#5f0a0a"], [0.25, "#d1481f"], [0.5, "#fdd9b0"], [1.0, "#ffffff"]]
-    return _map(grid, np.clip(grid.values, 0.0, 60.0), (0.0, 60.0), ramp, {"ticksuffix": " dB"}, text)
+    return _map(grid, np.clip(grid.values, 0.0, 60.0), (0.0, 60.0), ramp, {"ticksuffix": " dB"}, text, place="step")
 
 
 def _db(value: Any) -> float:

@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,13 @@ def lab_page(files: RunFiles, recommended: str, runs: Runs | None) -> Page:
     result = dict(files.result)
     command = str(files.config.get("command") or result.get("command") or "lab")
     status = str(result.get("verdict") or files.status)
-    said = [(LEVELS.get(status, level_of(files.status)), text) for text in _texts(result)]
+    level = LEVELS.get(status, level_of(files.status))
+    # What a person is to know is in the head of the file.
+    header = [
+        line.removeprefix("#").strip()
+        for line in takewhile(lambda line: line.startswith("#"), recommended.splitlines())
+    ]
+    said = [(level, text) for text in [*_texts(result), *header] if text]
     head = (
         f'<p class="about">{escape(files.folder)}</p>\n' + words(said) + "".join(note(text) for text in files.problems)
     )
@@ -235,7 +242,7 @@ def sqnr(result: Mapping[str, Any]) -> list[str | Plot]:
             for state in one.get("gradients") or ()
             if isinstance(state, Mapping) and isinstance(state.get("modules"), Mapping)
         ]
-        if states:
+        if any(_some(state) for state in states):
             label = str(one.get("label") or one.get("name") or number)
             parts.append(
                 Plot(
@@ -246,3 +253,8 @@ def sqnr(result: Mapping[str, Any]) -> list[str | Plot]:
                 )
             )
     return parts
+
+
+def _some(state: Mapping[str, Any]) -> bool:
+    """Whether a state has a module whose gradient is not exactly that of FP32."""
+    return any(isinstance(value, int | float) and np.isfinite(value) for value in state["modules"].values())

@@ -14,6 +14,7 @@ from mprun.report.html_page import Plot, note, table
 from mprun.report.page_data import RunFiles
 from mprun.report.probe_view import (
     ACTIVATION,
+    FLOW,
     GRADIENT,
     Grid,
     View,
@@ -48,9 +49,9 @@ def numbers(run: RunFiles) -> list[str | Plot]:
     left = f" {spared} modules in FP32 are left out: they have nothing to lose." if spared else ""
     parts: list[str | Plot] = [note(f"{len(run.probe)} samples of the probe, {asked}. Worst modules first.{left}")]
     plots: list[Plot] = []
-    for tensor, noun in ((GRADIENT, "Activation gradients"), (ACTIVATION, "Activations")):
+    for tensor, flow, noun in ((GRADIENT, FLOW, "Activation gradients"), (ACTIVATION, ACTIVATION, "Activations")):
         name = tensor.replace("_", "-")
-        lost = grid(run.probe, view, tensor, underflow)
+        lost = grid(run.probe, view, flow, underflow)
         if not lost.modules:
             parts.append(note(f"{noun}: the probe has none (a compiled model calls no hooks)."))
             continue
@@ -86,10 +87,8 @@ def _last(run: RunFiles, view: View) -> list[str | Plot]:
     sample = run.probe[-1]
     wanted: dict[str, Callable[[str], bool]] = {
         "activations": lambda name: name == ACTIVATION,
-        "activation gradients": lambda name: name == GRADIENT,
-        "parameters": lambda name: (
-            name not in (ACTIVATION, GRADIENT, "input") and not name.endswith(("_grad", "_update"))
-        ),
+        "activation gradients": lambda name: name == FLOW,
+        "parameters": lambda name: name not in (ACTIVATION, "input") and not name.endswith(("_grad", "_update")),
         "updates": lambda name: name.endswith("_update"),
     }
     found = {label: pair for label, of in wanted.items() if (pair := histogram(sample, of))[0]}
@@ -125,7 +124,7 @@ def what_if(run: RunFiles, sample: Mapping[str, Any], scale: float) -> list[list
         for s in dict.fromkeys((1.0, scale)) if name != "bfloat16" else (1.0,):
             view = View(form, False, {})
             asked = [{**sample, "loss_scale": s}]
-            lost, peaks = grid(asked, view, GRADIENT, underflow), grid(asked, view, ACTIVATION, relative_peak)
+            lost, peaks = grid(asked, view, FLOW, underflow), grid(asked, view, ACTIVATION, relative_peak)
             worst, highest = lost.worst(), peaks.worst()
             over = int((peaks.values >= np.log2(form.overflow / form.max)).sum())
             rows.append(
@@ -140,7 +139,7 @@ def what_if(run: RunFiles, sample: Mapping[str, Any], scale: float) -> list[list
 
 def _part(sample: Mapping[str, Any], form: Format, scale: float) -> str:
     """The part of all activation gradients that becomes 0."""
-    exponents, parts = histogram(sample, lambda name: name == GRADIENT)
+    exponents, parts = histogram(sample, lambda name: name == FLOW)
     if not exponents:
         return ""
     # As the counts of one tensor, which a histogram of fractions can stand for.

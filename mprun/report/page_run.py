@@ -167,19 +167,25 @@ def events(run: RunFiles) -> list[str | Plot]:
     if not found and not run.traceback:
         return [note("None: no warning, no resume, no post-mortem.")]
     rows = [
-        [record.get("step"), record.get("attempt"), record.get("event"), record.get("message")]
+        [record.get("step"), record.get("attempt"), _event(record), record.get("message")]
         for record in found[:ROWS_MOST]
     ]
-    parts: list[str | Plot] = (
-        [table(("step", "attempt", "event", "what"), rows, levels={"postmortem": "bad", "warning": "warn"})]
-        if rows
-        else []
-    )
+    cells = {_event(record) for record in found}
+    levels = {cell: "plain" if "scale search" in cell else "bad" for cell in cells if cell.startswith("post-mortem")}
+    columns = ("step", "attempt", "event", "what")
+    parts: list[str | Plot] = [table(columns, rows, levels={**levels, "warning": "warn"})] if rows else []
     if len(found) > ROWS_MOST:
         parts.append(note(f"{len(found) - ROWS_MOST} more are in metrics.jsonl."))
     if run.traceback:
         parts.append(folded("Traceback (error.txt)", f"<pre>{escape(run.traceback)}</pre>"))
     return parts
+
+
+def _event(record: Mapping[str, Any]) -> str:
+    """What kind of event; a post-mortem goes by its verdict."""
+    if record.get("event") != "postmortem":
+        return str(record.get("event"))
+    return f"post-mortem: {str(record.get('verdict') or 'unknown').replace('_', ' ')}"
 
 
 def precision(run: RunFiles) -> list[str | Plot]:

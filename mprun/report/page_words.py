@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mprun.report.page_data import RunFiles
-from mprun.report.probe_view import ACTIVATION, GRADIENT, Grid, View, grid, relative_peak, short, underflow
+from mprun.report.probe_view import ACTIVATION, FLOW, GRADIENT, Grid, View, grid, relative_peak, short, underflow
 from mprun.report.run_folders import first_line
 from mprun.report.summary import bytes_text, count_text, duration_text, number_text, scale_text
 
@@ -172,7 +172,7 @@ def _postmortems(run: RunFiles) -> list[Said]:
     verdicts = {str(record.get("message")): record for record in events}
     found: list[Said] = []
     for text, count in texts.most_common(8):
-        benign = "scale_search" in (verdicts[text].get("verdict"), verdicts[text].get("cause"))
+        benign = verdicts[text].get("verdict") == "scale_search"
         where = verdicts[text].get("attempt")
         times = f" ({count} times)" if count > 1 else ""
         found.append(("plain" if benign else "bad", f"Post-mortem, attempt {where}: {text}{times}"))
@@ -189,7 +189,7 @@ def probe_words(run: RunFiles) -> list[Said]:
     view = run.view
     if view is None:
         return []
-    lost = grid(run.probe, view, GRADIENT, underflow)
+    lost = grid(run.probe, view, FLOW, underflow)
     found = [_underflow(run, view, lost)]
     for tensor, noun in ((ACTIVATION, "activations"), (GRADIENT, "activation gradients")):
         found.append(_peak(run, view, grid(run.probe, view, tensor, relative_peak), noun, tensor))

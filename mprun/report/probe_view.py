@@ -4,7 +4,8 @@ A sample of ``probe.jsonl`` holds the exponent histogram of each tensor of each 
 the algebra; :func:`underflow` and :func:`relative_peak` are the part of it that a page needs). Here they become grids, modules by
 samples, for one question at a time:
 
-* ``underflow``: which part of the non-zero numbers becomes 0 in the module's format, gradients at the loss scale S;
+* ``underflow``: which part of the non-zero numbers becomes 0 in the module's format, gradients at the loss scale S. A gradient
+  that is stored in half has lost them already, so it is looked for in what a module gives back, before it is rounded;
 * ``peak``: log2 of the largest magnitude (times S for a gradient) over the format's largest number, so that 0 is the limit.
 
 A module that runs in FP32 beside others in half is left out. A run that is FP32 as a whole has nothing to fear there,
@@ -26,7 +27,9 @@ from mprun.numerics.formats import FORMATS, Format
 Array = NDArray[np.float64]
 Sample = Mapping[str, Any]
 
-ACTIVATION, GRADIENT = "activation", "activation_grad"
+ACTIVATION, GRADIENT, GIVEN_BACK = "activation", "activation_grad", "input_grad"
+# The gradient in which a module's underflow can be seen; see :func:`with_flow`.
+FLOW = "flow_grad"
 SHORT = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32", "float64": "FP64", "float8_e4m3fn": "FP8 E4M3",
          "float8_e5m2": "FP8 E5M2"}  # fmt: skip
 
@@ -75,6 +78,20 @@ class Grid:
             return None
         row, column = np.unravel_index(int(np.nanargmax(self.values)), self.values.shape)
         return self.modules[row], self.attempts[column], float(self.values[row, column])
+
+
+def with_flow(sample: Sample) -> Sample:
+    """The sample with the gradient that shows an underflow under a name of its own.
+
+    It is what the module gives back, computed before rounding, where the probe has it (products); else its activation's gradient.
+    """
+    modules = {
+        path: {**tensors, FLOW: tensors.get(GIVEN_BACK) or tensors[GRADIENT]}
+        if GRADIENT in tensors or GIVEN_BACK in tensors
+        else tensors
+        for path, tensors in sample["modules"].items()
+    }
+    return {**sample, "modules": modules}
 
 
 def view_of(samples: Sequence[Sample], modules: Sequence[Mapping[str, Any]]) -> View | None:
