@@ -40,16 +40,18 @@ def markdown(found: Comparison) -> str:
 
 def test_text(found: Comparison) -> str:
     """What was tested, in words."""
-    s = found.settings
+    s, error = found.settings, 1 - float(found.settings["confidence"])
     floor = points(float(s["floor"]), found.metric)
     name = "points" if higher_is_better(found.metric) else found.metric
     return (
         f"Non-inferiority of the final `{found.metric}` over {len(found.seeds)} seeds. The margin is {floor} {name}, or "
         f"{s['spread']:g} standard deviations of the baseline's own seeds where those are more. A policy passes where the upper "
-        f"{100 * s['confidence']:g} % bound of its deficit (Welch) is within the margin; it fails where the deficit is above the "
-        f"margin and its lower {50 + 50 * s['confidence']:g} % bound (pooled) above 0, where a run broke down and the baseline's "
-        "did not, or where it is at chance level and the baseline is not. `gap` is the candidate's mean less the baseline's; "
-        "`curve gap` the distance of the smoothed training loss from the baseline's, in standard deviations of its seeds."
+        f"{100 - 100 * error:g} % bound of its deficit is within the margin (over the two groups of seeds, Welch, or over pairs "
+        f"of one seed, which share the error 4 to 1). It fails where the deficit is above the margin and its lower "
+        f"{100 - 50 * error:g} % bound (pooled) above 0, where a run broke down and the baseline's did not, or where it is at "
+        "chance level and the baseline is not. `gap` is the candidate's mean less the baseline's; `curve gap` the distance of "
+        "the smoothed training loss from the baseline's, in standard deviations of its seeds; `gradients` the lowest "
+        "signal-to-noise ratio of the whole gradient against FP32's, at the same weights and batch."
     )
 
 

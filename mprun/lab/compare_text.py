@@ -137,12 +137,9 @@ def _ended(policy: PolicyResult) -> str:
 
 def terminal(found: Comparison, width: int) -> list[Text]:
     """The table and what it says, as lines of at most ``width`` cells (notes are wrapped)."""
-    shown = columns(found)
-    hidden: list[str] = []
-    order = [heading for heading in EXPENDABLE if any(one.heading == heading for one in shown)]
-    while order and sum(one.width + len(GAP) for one in shown) - len(GAP) > width:
-        hidden.append(order.pop(0))
-        shown = [one for one in shown if one.heading != hidden[-1]]
+    every = columns(found)
+    hidden = _hidden(every, width)
+    shown = [one for one in every if one.heading not in hidden]
     lines = [_line([one.heading for one in shown], shown, "bold", None)]
     for index, policy in enumerate(found.policies):
         lines.append(_line([one.cells[index] for one in shown], shown, "", STYLES.get(policy.verdict)))
@@ -164,6 +161,21 @@ def terminal(found: Comparison, width: int) -> list[Text]:
             "", f"hidden to fit {width} columns: {', '.join(hidden)}; all are in compare.md", width, "dim"
         )
     return lines
+
+
+def _hidden(every: Sequence[Column], width: int) -> list[str]:
+    """Headings of the columns to leave out so that a line has at most ``width`` cells, as long as there are any to spare."""
+    spare = [heading for heading in EXPENDABLE if any(one.heading == heading for one in every)]
+    sizes = {one.heading: one.width + len(GAP) for one in every}
+    hidden: list[str] = []
+    for heading in spare:
+        if sum(size for name, size in sizes.items() if name not in hidden) - len(GAP) > width:
+            hidden.append(heading)
+    for heading in hidden[::-1]:  # a narrow one may fit in again beside what has gone after it
+        rest = [name for name in hidden if name != heading]
+        if sum(size for name, size in sizes.items() if name not in rest) - len(GAP) <= width:
+            hidden = rest
+    return hidden
 
 
 def worst_text(policy: PolicyResult) -> str:
