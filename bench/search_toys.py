@@ -1,9 +1,10 @@
 """Small models whose trouble in FP16 is known: a T5-like encoder with Linears that reach beyond 65504, and data for it.
 
-``t5`` has an embedding, and blocks of attention and a gated MLP. The output Linear ``wo`` of the MLP is followed by a small gain,
-as in nets that scale their branches, so its large output does no harm in FP32. ``loud`` makes one ``wo`` reach millions. ``chain``
-puts a Linear ``down`` between such a ``wo`` and the gain: with ``wo`` alone in FP32 its output overflows in the cast before
-``down``, with ``down`` alone it has overflowed already.
+``t5`` has an embedding, and blocks of attention and a gated MLP. The output Linear ``wo`` of the MLP is followed by a small
+gain, as in nets that scale their branches, so its large output does no harm in FP32. ``loud`` makes one ``wo`` reach millions.
+``chain`` puts a Linear ``down`` between such a ``wo`` and the gain: with ``wo`` alone in FP32 its output overflows in the cast
+before ``down``, with ``down`` alone it has overflowed already. ``tricky`` makes the MLP of the first block look at its dtype, as
+patched nets do: right in half and in FP32, it overflows with its first Linear alone in FP32, so that more FP32 is not better.
 """
 
 from __future__ import annotations
@@ -16,15 +17,24 @@ VOCABULARY, LENGTH, CLASSES = 32, 8, 8
 LOUD = 3e5
 
 
-def tokens(n: int = 512, bad: int | None = None) -> tuple[TensorDataset, TensorDataset]:
-    """Sequences of tokens; the class is the first token's. ``bad``: a sample of NaN, which makes the inputs floats."""
+def tokens(n: int = 512) -> tuple[TensorDataset, TensorDataset]:
+    """Sequences of tokens; the class is the first token's."""
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCABULARY, (n + 64, LENGTH), generator=draw)
     classes = ids[:, 0] % CLASSES
-    inputs: Tensor = ids
+    return TensorDataset(ids[:n], classes[:n]), TensorDataset(ids[n:], classes[n:])
+
+
+def rows(
+    n: int = 256, bad: int | None = None, value: float = float("nan"), size: float = 1.0
+) -> tuple[TensorDataset, TensorDataset]:
+    """16 numbers of magnitude ``size``, and the sign of their sum as the class; sample ``bad`` holds a ``value``."""
+    draw = torch.Generator().manual_seed(0)
+    inputs = torch.randn(n + 64, 16, generator=draw)
+    classes = (inputs.sum(1) > 0).long()
+    inputs *= size
     if bad is not None:
-        inputs = ids.float()
-        inputs[bad] = float("nan")
+        inputs[bad, 3] = value
     return TensorDataset(inputs[:n], classes[:n]), TensorDataset(inputs[n:], classes[n:])
 
 
@@ -61,13 +71,29 @@ class Gated(nn.Module):
         return self.down(self.wo(self.act(self.wi_0(x)) * self.wi_1(x))) * self.gain
 
 
+class Tricky(nn.Module):
+    """Two Linears with a large number between them, which is made smaller where the first one's output is half."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wi, self.wo = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        nn.init.normal_(self.wi.weight, std=2e3 / width**0.5)
+        nn.init.normal_(self.wo.weight, std=1e2 / width**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        hidden = self.wi(x)
+        small = 2.0**-10 if hidden.dtype == torch.float16 else 1.0
+        return self.wo(hidden * small).float() / small * 2.0**-18
+
+
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and beside a residual."""
 
-    def __init__(self, width: int, loud: bool, chain: bool) -> None:
+    def __init__(self, width: int, loud: bool, chain: bool, tricky: bool) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.attn, self.mlp = Attention(width), Gated(width, loud, chain)
+        self.attn = Attention(width)
+        self.mlp = Tricky(width) if tricky else Gated(width, loud, chain)
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         x = x + self.attn(self.norm1(x))
@@ -77,11 +103,13 @@ class Block(nn.Module):
 class T5(nn.Module):
     """Embedding, blocks, norm, mean, head."""
 
-    def __init__(self, classes: int, width: int, depth: int, loud: int | None, chain: bool) -> None:
+    def __init__(self, classes: int, width: int, depth: int, loud: int | None, chain: bool, tricky: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.place = nn.Parameter(torch.randn(LENGTH, width))
-        self.blocks = nn.ModuleList(Block(width, i == loud, chain and i == loud) for i in range(depth))
+        self.blocks = nn.ModuleList(
+            Block(width, i == loud, chain and i == loud, tricky and i == 0) for i in range(depth)
+        )
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, classes)
 
     def forward(self, ids: Tensor) -> Tensor:  # noqa: D102
@@ -99,6 +127,7 @@ def t5(
     depth: int = 2,
     loud: int | None = None,
     chain: bool = False,
+    tricky: bool = False,
 ) -> nn.Module:
     """The model; ``loud`` is the number of the block with the large ``wo``."""
-    return T5(num_classes, width, depth, loud, chain)
+    return T5(num_classes, width, depth, loud, chain, tricky)

@@ -109,7 +109,7 @@ class Line:
         return self._tell
 
     def _tell(self, items: tuple[str, ...], passes: bool, tests: int, best: tuple[str, ...] | None) -> None:
-        size = "none yet" if best is None else f"{len(best)} modules"
+        size = "none yet" if best is None else f"{len(best)} module{'s' * (len(best) != 1)}"
         text = f"sets {tests}/{self.budget}, best {size}; {len(items)} in FP32 {'pass' if passes else 'fail'}"
         if self.live:
             self._write(text)

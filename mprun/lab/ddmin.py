@@ -39,14 +39,24 @@ class Trials:
         test: whether a set passes.
         budget: how many sets may be tested.
         cost: of a set, what is to be minimised.
+        tell: called after every test, with the set and whether it passed.
     """
 
-    def __init__(self, order: Sequence[str], test: Test, *, budget: int, cost: Callable[[Items], int] = len) -> None:
+    def __init__(
+        self,
+        order: Sequence[str],
+        test: Test,
+        *,
+        budget: int,
+        cost: Callable[[Items], int] = len,
+        tell: Callable[[Items, bool], None] | None = None,
+    ) -> None:
         """See the class."""
         self.order = {item: place for place, item in enumerate(order)}
         self.test = test
         self.budget = budget
         self.cost = cost
+        self.tell = tell
         self.answers: dict[frozenset[str], bool] = {}
         self.best: Items | None = None
 
@@ -66,10 +76,11 @@ class Trials:
             if self.count >= self.budget:
                 raise BudgetSpentError
             ordered = self.sorted(key)
-            self.answers[key] = False  # counts also if the test raises
-            self.answers[key] = self.test(ordered)
-            if self.answers[key] and (self.best is None or self.cost(ordered) < self.cost(self.best)):
+            passes = self.answers[key] = self.test(ordered)
+            if passes and (self.best is None or self.cost(ordered) < self.cost(self.best)):
                 self.best = ordered
+            if self.tell is not None:
+                self.tell(ordered, passes)
         return self.answers[key]
 
     def sorted(self, items: Iterable[str]) -> Items:

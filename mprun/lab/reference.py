@@ -24,10 +24,10 @@ from mprun.config import Config, OnNonFiniteLoss, OnOverflow, PrecisionConfig
 from mprun.data.base import Batch, Data
 from mprun.precision.policy import map_tensors
 from mprun.training import checkpoint
-from mprun.training.blame import explain
 from mprun.training.build import build, device_of, switches
-from mprun.training.env import capture_rng, restore_rng
+from mprun.training.env import capture_rng, restore_rng, step_rng
 from mprun.training.observe import check_plan, observe
+from mprun.training.postmortem import examine
 from mprun.training.result import APPLIED, EMPTY, NONFINITE_GRAD, NONFINITE_LOSS, OVERFLOW, StepResult, StepRow
 from mprun.training.state import TrainState
 from mprun.training.step import train_step
@@ -219,8 +219,9 @@ def go(
                 norms.append(row.grad_norm)
             elif row.outcome == OVERFLOW:
                 skips.append(counters.attempts)
-            if trouble := _trouble(state, row, config, window):
+            if _ends(state, row, config):
                 restore_rng(before)
+                trouble = _trouble(state, row, window, first_loss=losses[0] if losses else None)
                 status = "skips" if row.outcome == OVERFLOW else "diverged"
                 curve = Curve(tuple(losses), tuple(norms), tuple(skips), tuple(scales), status, trouble)
                 return curve, save_state(state, window)
@@ -257,14 +258,17 @@ def _count(state: TrainState, row: StepRow) -> None:
     counters.nonfinite += row.outcome in (NONFINITE_LOSS, NONFINITE_GRAD)
 
 
-def _trouble(state: TrainState, row: StepRow, config: Config, window: Sequence[Batch]) -> str | None:
-    """Why the run cannot go on after this step, by the rules of a real run; None if it can."""
+def _ends(state: TrainState, row: StepRow, config: Config) -> bool:
+    """Whether the run cannot go on after this step, by the rules of a real run."""
     worn = row.consecutive_skips >= state.loss_scale.patience
     if row.outcome in (APPLIED, EMPTY) or (row.outcome == OVERFLOW and not worn):
-        return None
+        return False
     skip = row.outcome == NONFINITE_LOSS and config.precision.on_nonfinite_loss is OnNonFiniteLoss["skip"]
-    if skip and not worn:
-        return None
-    what = f"{row.consecutive_skips} steps in a row were skipped, the last" if worn else "a non-finite number"
-    cause = explain(state, list(window), loss_scale=row.loss_scale)
-    return f"step {row.steps_applied + 1}: {what} at loss scale {row.loss_scale:g}: {cause}"
+    return worn or not skip
+
+
+def _trouble(state: TrainState, row: StepRow, window: Sequence[Batch], *, first_loss: float | None) -> str:
+    """What ended the run, in one line. Random numbers are those of the step's start."""
+    what = f"{row.consecutive_skips} steps in a row were skipped, the last" if row.outcome == OVERFLOW else "not finite"
+    verdict = examine(state, window, loss_scale=row.loss_scale, rng=step_rng(state.device), first_loss=first_loss)
+    return f"step {row.steps_applied + 1}: {what} at loss scale {row.loss_scale:g}: {verdict.message}"

@@ -40,10 +40,10 @@ RESOLUTION = 4.0  # times eps of the format, of the mean loss
 
 # The test in words, for result.json.
 TEST = (
-    "At 0, 1/2 and 1 of search.steps of an FP32 run: loss and gradients are finite, and for every module m with parameters, and for "
-    f"all together, |g_m - g32_m| <= tolerance * max({ROUNDING:g} r_m, min({NOISE:g} n_m, {CAP:g} |g32_m|), {FLOOR:g} |g32|), "
-    "where r_m is the error of FP32 gradients when matrices and all that passes between modules are rounded to the format's "
-    "mantissa, and n_m the difference between FP32 gradients of two windows. Then a run of search.steps steps ends well, and the "
+    "At 0, 1/2 and 1 of search.steps of an FP32 run: loss and gradients are finite, and for every module m with parameters, "
+    f"and for all together, |g_m - g32_m| <= tolerance * max({ROUNDING:g} r_m, min({NOISE:g} n_m, {CAP:g} |g32_m|), {FLOOR:g} "
+    "|g32|), where r_m is the error of FP32 gradients when matrices and all that passes between modules are rounded to the "
+    "format's mantissa, and n_m the difference between FP32 gradients of two windows. Then a run of search.steps steps ends well, and the "
     "root mean square gap of its smoothed loss curve to FP32's is at most tolerance times the larger of the standard deviation "
     f"over {SEEDS + 1} FP32 seeds and {RESOLUTION:g} eps of the mean loss."
 )
@@ -169,7 +169,7 @@ def _search(config: Config, tell: Tell | None) -> Found:
 
 
 def _searched(s: Searching, tell: Tell | None) -> Found:
-    trials = s.trials = _trials(s, s.found, tell)
+    trials = s.trials = _trials(s, tell)
     if trials(()):
         return _result(s, "empty", Minimum((), True, True, False))
     if (scales := _cured_by_scale(s)) is not None:
@@ -194,18 +194,15 @@ def _searched(s: Searching, tell: Tell | None) -> Found:
     return _result(s, "found", result)
 
 
-def _trials(s: Searching, found: Sequence[Candidate], tell: Tell | None) -> Trials:
-    def test(items: Items) -> bool:
-        passes = _passes(s, items)
+def _trials(s: Searching, tell: Tell | None) -> Trials:
+    def told(items: Items, passes: bool) -> None:
         if tell is not None:
-            best = trials.best
-            if passes and (best is None or trials.cost(items) < trials.cost(best)):
-                best = items
-            tell(items, passes, trials.count, best)
-        return passes
+            tell(items, passes, trials.count, trials.best)
 
-    order = [candidate.path for candidate in found]
-    trials = Trials(order, test, budget=s.config.search.budget, cost=lambda items: cost(items, found))
+    order = [candidate.path for candidate in s.found]
+    trials = Trials(
+        order, partial(_passes, s), budget=s.config.search.budget, cost=lambda items: cost(items, s.found), tell=told
+    )
     return trials
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mprun.lab.evaluate import ALL
 from mprun.lab.search import Found
 from mprun.report.memory import print_facts
 from mprun.report.summary import duration_text
@@ -69,7 +70,9 @@ def facts(found: Found) -> Sequence[tuple[str, str]]:
     gradients, curve = "", ""
     if found.evaluation is not None:
         worst = max(found.evaluation.states, key=lambda state: state.margin)
-        gradients = f"error {worst.error:.2g}, at worst {worst.margin:.2g} of the limit ({worst.worst}), at {len(found.evaluation.states)} states"
+        where = "all together" if worst.worst == ALL else worst.worst
+        limit = f"{worst.margin:.2g} of the limit ({where})"
+        gradients = f"error {worst.error:.2g}, at worst {limit}, at {len(found.evaluation.states)} states"
     if found.tracking is not None:
         curve = found.tracking.why
         if skips := len(found.tracking.curve.skips):
