@@ -247,7 +247,11 @@ class TrainConfig:
 
 @dataclass
 class TrackingConfig:
-    """``tracking.*``: what goes to Weights & Biases. ``metrics.jsonl`` is written in any case and is the truth."""
+    """``tracking.*``: what goes to Weights & Biases. ``metrics.jsonl`` is written in any case and is the truth.
+
+    ``report`` writes ``report.html`` when the run ends (``mprun report`` makes it of any run folder, any time); ``log_report``
+    does so and gives it to W&B.
+    """
 
     mode: TrackingMode = TrackingMode.auto
     project: str = "mprun"
@@ -255,6 +259,8 @@ class TrackingConfig:
     group: str | None = None
     tags: list[str] = field(default_factory=list)
     log_checkpoint: CheckpointArtifact = CheckpointArtifact.none
+    report: bool = False
+    log_report: bool = False
 
 
 # What follows a job that fails: the others run all the same, or no further one begins.
@@ -320,6 +326,17 @@ class ProbeConfig:
 
 
 @dataclass
+class PostmortemConfig:
+    """``postmortem.*``: how many skipped steps of a run are examined (a run that is stopped is examined always).
+
+    ``save_batch`` keeps what was examined in ``postmortem/<attempt>.pt``.
+    """
+
+    skips: int = 3
+    save_batch: bool = False
+
+
+@dataclass
 class NumericsConfig:
     """``numerics.*``: how numbers are computed where a device leaves a choice."""
 
@@ -346,6 +363,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
+    postmortem: PostmortemConfig = field(default_factory=PostmortemConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
     diagnose: DiagnoseConfig = field(default_factory=DiagnoseConfig)

@@ -121,6 +121,7 @@ RANGES: dict[str, Rule] = {
     "compare.confidence": ("above 0.5 and below 1", lambda v: 0.5 < v < 1),
     "compare.gradient_steps": ("numbers of steps from 0 up", lambda v: all(step >= 0 for step in v)),
     "probe.every": ("a number of attempts from 1 up (to 2**53), or 0 for off", lambda v: 0 <= v <= 2**53),
+    "postmortem.skips": _at_least(0),
     "sweep.jobs": ("a number of jobs at once, from 1 to 1024", lambda v: 1 <= v <= 1024),
 }
 

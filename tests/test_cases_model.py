@@ -10,8 +10,8 @@ from torch import nn
 
 from mprun.cli import main
 from mprun.precision.policy import PrecisionPolicy
-from mprun.training.blame import explain
 from mprun.training.ema import Ema
+from mprun.training.postmortem import examine
 from mprun.training.result import APPLIED, NONFINITE_LOSS
 from mprun.training.step import eval_step, train_step
 from tests import case_code
@@ -214,7 +214,9 @@ def test_batch_norm_is_not_poisoned_by_a_batch_that_is_skipped(make_state):  # c
     assert row.outcome == NONFINITE_LOSS
     assert moved(before, state) == []
     assert state.model[1].num_batches_tracked.item() == 1
-    assert "0 (Linear), whose input reaches 1e+05" in explain(state, [bad])
+    assert (
+        "0 (Linear) cast reaches 1e+05 in FP32, 1.5x FP16's largest" in examine(state, [bad], loss_scale=1024.0).message
+    )
     assert moved(before, state) == [], "nor by the replay that finds the culprit"
     for _ in range(3):
         assert train_step(state, [good]).read().applied

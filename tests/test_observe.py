@@ -99,8 +99,8 @@ def test_a_rule_for_a_module_that_is_never_called_is_refused(make_state):
     )
 
 
-def test_explain_names_a_container_whose_own_operation_overflows(make_state):
-    from mprun.training.blame import explain
+def test_a_post_mortem_names_a_container_whose_own_operation_overflows(make_state):
+    from mprun.training.postmortem import examine
     from tests.conftest import batch
 
     class Scores(nn.Module):
@@ -116,14 +116,15 @@ def test_explain_names_a_container_whose_own_operation_overflows(make_state):
     with torch.no_grad():
         state.model[0].q.weight.copy_(torch.eye(4))
     random = torch.get_rng_state()
-    text = explain(state, [batch(torch.full((4, 4), 200.0), torch.zeros(4, dtype=torch.long))])
-    assert "0 (Scores)" in text
+    window = [batch(torch.full((4, 4), 200.0), torch.zeros(4, dtype=torch.long))]
+    text = examine(state, window, loss_scale=65536.0).message
+    assert "0 (Scores) mm reaches 1.6e+05" in text
     assert torch.equal(random, torch.get_rng_state())
 
 
 def test_an_overflow_is_explained_at_the_scale_of_its_step(make_state):
     """S = 2^14 overflows in the weight's gradient, 1.5 * 3 * 2^14 = 73728; by the time somebody asks, S is 2^13."""
-    from mprun.training.blame import explain
+    from mprun.training.postmortem import examine
     from mprun.training.step import train_step
     from tests.conftest import REGRESSION, SGD, toy, toy_batch
 
@@ -131,22 +132,22 @@ def test_an_overflow_is_explained_at_the_scale_of_its_step(make_state):
     state, window = make_state(toy(1.0), **keys), [toy_batch(0.0, 1.5)]
     row = train_step(state, window).read()
     assert (row.applied, row.loss_scale, state.scale.scale.item()) == (False, 2.0**14, 2.0**13)
-    assert "stays finite" in explain(state, window)
-    assert "first non-finite gradient: weight" in explain(state, window, loss_scale=row.loss_scale)
+    assert "stays finite" in examine(state, window, loss_scale=2.0**13).message
+    assert "the gradients overflow at loss scale 16384" in examine(state, window, loss_scale=row.loss_scale).message
     assert state.scale.scale.item() == 2.0**13
     # Of four micro-batches each has a quarter of the loss, which is in range.
-    assert "stays finite" in explain(state, window * 4, loss_scale=row.loss_scale)
+    assert "stays finite" in examine(state, window * 4, loss_scale=row.loss_scale).message
 
 
 def test_an_explanation_leaves_no_gradient_behind(make_state):
     """In master mode the half gradients are not the optimizer's; what stays of them would go into the next step."""
-    from mprun.training.blame import explain
+    from mprun.training.postmortem import examine
     from mprun.training.step import train_step
     from tests.conftest import REGRESSION, SGD, toy, toy_batch
 
     keys = {**MASTER, **SGD, **REGRESSION, "precision.loss_scale.init": 2.0**10}
     state, other = make_state(toy(1.0), **keys), make_state(toy(1.0), **keys)
-    explain(state, [toy_batch(0.0, 1.5)])
+    examine(state, [toy_batch(0.0, 1.5)], loss_scale=2.0**20)
     assert all(p.grad is None for p in state.model.parameters())
     for each in (state, other):
         train_step(each, [toy_batch(0.0, 1.0)])

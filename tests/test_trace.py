@@ -90,7 +90,7 @@ def test_a_healthy_pass_has_no_culprit_and_its_peaks_are_the_true_ones():
     assert not seen.events
     assert (seen.peaks["0", "forward"].amax, seen.peaks["0", "forward"].operation) == (20.0, "mm")
     assert seen.peaks["0", "backward"].amax == 32.0  # the weight's gradient: 8 * 4
-    assert seen.reach["1", "forward", "relu"] == 20.0
+    assert seen.reach["1", "forward", "relu", 0] == 20.0
     assert seen.peaks[LOSS, "forward"].amax == 160.0 * 4
 
 

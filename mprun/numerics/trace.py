@@ -22,6 +22,7 @@ covers is forgotten. Everything else goes by tensors, that is, by their memory: 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ class Event:
         index: of the first bad number in it.
         rows: the first indices (along dimension 0, at most ``ROWS``) with a bad number.
         value: that bad number.
+        nth: which call of this operation in this module and direction it was, counted from 0.
         source: what it is that was given: ``parameter NAME``, ``buffer NAME``, a name passed to :func:`trace`, or ``constant``.
         cause: the written or given inf that the operation made NaN of.
     """
@@ -82,6 +84,7 @@ class Event:
     index: tuple[int, ...]
     rows: tuple[int, ...]
     value: float
+    nth: int = 0
     source: str | None = None
     cause: Event | None = None
 
@@ -112,15 +115,18 @@ class Trace:
     Attributes:
         events: every event, also those of which nothing came.
         peaks: by module path and direction.
-        reach: the same by module path, direction and operation.
+        reach: what each single call of an operation gave, by module path, direction, operation and its number among them; the
+            same call has the same key in another run of the same model.
     """
 
     places: Places
     given: dict[int, tuple[StorageWeakRef, str]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     peaks: dict[Place, Peak] = field(default_factory=dict)
-    reach: dict[tuple[str, Where, str], float] = field(default_factory=dict)
+    reach: dict[tuple[str, Where, str, int], float] = field(default_factory=dict)
     _carried: dict[int, tuple[StorageWeakRef, Event]] = field(default_factory=dict)
+    _calls: Counter[tuple[str, Where, str]] = field(default_factory=Counter)
+    _nth: int = 0
     _ends: list[Event] = field(default_factory=list)
 
     @property
@@ -153,6 +159,8 @@ class Trace:
                     self._carry(tensor, self._event("written", operation.name, tensor, 0.0))
             return result
         place = self.places.now()
+        self._nth = self._calls[(*place, operation.name)]
+        self._calls[(*place, operation.name)] += 1
         for tensor in results:
             amax, finite = reach(tensor)
             if operation.name not in MOVES:
@@ -210,6 +218,7 @@ class Trace:
             index=tuple(index),
             rows=tuple(rows),
             value=math.nan if number.is_complex() else float(number),
+            nth=self._nth,
             **more,
         )
         self.events.append(event)
@@ -218,7 +227,7 @@ class Trace:
     def _peak(self, place: Place, name: str, amax: float, dtype: torch.dtype) -> None:
         if place not in self.peaks or amax > self.peaks[place].amax:
             self.peaks[place] = Peak(name, amax, str(dtype).removeprefix("torch."))
-        key = (*place, name)
+        key = (*place, name, self._nth)
         self.reach[key] = max(self.reach.get(key, 0.0), amax)
 
 

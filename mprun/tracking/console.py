@@ -155,7 +155,9 @@ class ConsoleSink(Sink):
         if kind == "val":
             self.say(self._evaluation(record))
         elif kind == "event" and record.get("event") != "resume":
-            self.say(f"{record.get('event', 'event')}: {record.get('message', '')}", style="yellow")
+            # A search for the loss scale is how a run begins, not a reason to worry.
+            style = "dim" if record.get("verdict") == "scale_search" else "yellow"
+            self.say(f"{record.get('event', 'event')}: {record.get('message', '')}", style=style)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Take the bar away; without a terminal, say how it ended."""

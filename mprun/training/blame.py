@@ -1,27 +1,22 @@
-"""Which module is to blame, for an error message. Nothing here runs while training is healthy.
+"""Which sample or module is to blame, for an error message. Nothing here runs while training is healthy.
 
-:func:`explain` finds where a non-finite value was born, by replaying a batch with hooks on: is it the input, the weights,
-or which module's output (forward) or input gradient (backward) is the first non-finite tensor. :func:`dtype_trouble` reads
-off a traceback which module an error of torch about a dtype came from.
+:func:`nonfinite_samples` and :func:`input_overflow` look at a batch; :func:`dtype_trouble` reads off a traceback which module
+an error of torch about a dtype came from. Where non-finite numbers come from otherwise: :mod:`mprun.training.postmortem`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mprun.data.base import Batch
 from mprun.precision.policy import map_tensors
-from mprun.training.env import capture_rng, restore_rng
 from mprun.training.state import TrainState
-from mprun.training.step import forward_loss, valid_targets
+from mprun.training.verdict import some
 
 
 def nonfinite_samples(batch: Batch) -> list[int]:
@@ -51,124 +46,10 @@ def input_overflow(state: TrainState, window: Sequence[Batch]) -> str | None:
         return None
     dtype = state.policy.input_dtype
     return (
-        f"an input of sample {_some(sorted(set(bad)))} becomes inf when precision.mode={state.policy.mode} casts it to "
+        f"an input of sample {some(sorted(set(bad)))} becomes inf when precision.mode={state.policy.mode} casts it to "
         f"{str(dtype).removeprefix('torch.')}, whose largest number is {torch.finfo(dtype).max:g}: normalise the data, or use "
         "precision.mode=autocast with an FP32 rule for the module that takes it"
     )
-
-
-def explain(state: TrainState, window: Sequence[Batch], *, loss_scale: float | None = None) -> str:
-    """One clause that names the first non-finite tensor of ``window``: input, weight, forward or backward.
-
-    Runs forward and backward again on the current weights; buffers, gradients and random states are put back.
-
-    Args:
-        state: as it is now; it may have gone on since the step in question.
-        window: the micro-batches of the step.
-        loss_scale: the S of the step, which an overflow has lowered since; None for the present one.
-    """
-    rng = capture_rng()
-    # Not through torch.compile, whose code calls no hooks.
-    state = replace(state, forward=state.model)
-    if loss_scale is not None:
-        state.scale = replace(state.scale, scale=torch.full_like(state.scale.scale, loss_scale))
-    try:
-        return _explain(state, window)
-    finally:
-        restore_rng(rng)
-
-
-def _explain(state: TrainState, window: Sequence[Batch]) -> str:
-    for batch in window:
-        if samples := nonfinite_samples(batch):
-            return f"the input of sample {_some(samples)} is NaN or inf: bad data, not precision"
-        if text := input_overflow(state, [batch]):
-            return text
-    for name, p in state.model.named_parameters():
-        if not _finite(p):
-            return f"the parameter {name} is already NaN or inf"
-    buffers = state.start_window()
-    valid = sum((valid_targets(batch.targets, state.task) for batch in window), start=torch.zeros_like(state.applied))
-    try:
-        for batch in window:
-            if found := _replay(state, batch, valid):
-                return found
-            state.model.zero_grad(set_to_none=True)  # half gradients of several micro-batches are not added up in half
-    finally:
-        buffers.restore(state.model.modules())
-        state.model.zero_grad(set_to_none=True)
-    return "a second pass over the same batch stays finite (random layers differ); no module could be named"
-
-
-def _replay(state: TrainState, batch: Batch, valid: Tensor) -> str | None:
-    """Forward and backward of one micro-batch with hooks; the clause that names the culprit, or None.
-
-    ``valid`` counts the targets of the whole window, by which the step divides.
-    """
-    found: list[str] = []
-    names = {module: name or "the model" for name, module in state.model.named_modules()}
-
-    def after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not found and _finite(args) and not _finite(output):
-            found.append(
-                f"first non-finite output: {names[module]} ({type(module).__name__}), whose input reaches {_amax(args):.3g}; "
-                "keep it in FP32, use BF16, or lower the learning rate"
-            )
-
-        map_tensors(output, lambda t: t.register_hook(partial(after_backward, module)) if t.requires_grad else None)
-
-    def after_backward(module: nn.Module, grad: Tensor) -> None:
-        # Gradients arrive from the loss backwards, so the first bad one is the nearest to where it was born.
-        if not found and not _finite(grad):
-            found.append(
-                f"first non-finite gradient: at the output of {names[module]} ({type(module).__name__}), from what follows it"
-            )
-
-    # All modules, not leaves only: an operation in the forward of a container is the container's own. Inner hooks fire
-    # first, so what is found is the innermost module that turned finite inputs into a bad output.
-    handles = [module.register_forward_hook(after_forward) for module in state.model.modules()]
-    try:
-        loss, _ = forward_loss(state, batch, valid)
-        if found or not loss.isfinite():
-            return found[0] if found else "the model's output is finite, the loss is not: check the targets"
-        state.loss_scale.scaled(loss, state.scale).backward()  # type: ignore[no-untyped-call]
-    finally:
-        for handle in handles:
-            handle.remove()
-    if found:
-        return found[0]
-    bad = [name for name, p in state.model.named_parameters() if p.grad is not None and not _finite(p.grad)]
-    return f"first non-finite gradient: {bad[-1]} (of {len(bad)} parameters)" if bad else None
-
-
-def _finite(value: Any) -> bool:
-    ok = True
-
-    def look(tensor: Tensor) -> Tensor:
-        nonlocal ok
-        ok = ok and (not tensor.is_floating_point() or bool(tensor.detach().isfinite().all()))
-        return tensor
-
-    map_tensors(value, look)
-    return ok
-
-
-def _amax(value: Any) -> float:
-    most = 0.0
-
-    def look(tensor: Tensor) -> Tensor:
-        nonlocal most
-        if tensor.is_floating_point() and tensor.numel():
-            most = max(most, float(tensor.detach().abs().max()))
-        return tensor
-
-    map_tensors(value, look)
-    return most
-
-
-def _some(ids: Sequence[int], most: int = 5) -> str:
-    shown = ", ".join(str(i) for i in ids[:most])
-    return shown if len(ids) <= most else f"{shown} and {len(ids) - most} more"
 
 
 # What torch says where a module cannot be computed in half as it is written, and what to do about it.

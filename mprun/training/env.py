@@ -45,6 +45,7 @@ UNHASHED = (
     "expect",
     "sweep",
     "probe",
+    "postmortem",
     "compare",
     "diagnose",
     "search",

@@ -25,7 +25,7 @@ from mprun.errors import CheckpointError, ConfigError
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.scaling import LossScale
 from mprun.training import checkpoint
-from mprun.training.env import capture_rng, peak_memory_bytes, restore_rng
+from mprun.training.env import capture_rng, peak_memory_bytes, restore_rng, step_rng
 from mprun.training.outcomes import drain, refuse_nothing
 from mprun.training.result import OVERFLOW
 from mprun.training.run import Pending, Run, RunResult, due_probe, emit, log_state, probe_notes, warn
@@ -134,14 +134,14 @@ def step(run: Run, window: list[Batch]) -> None:
 
 def attempt(run: Run, window: list[Batch]) -> None:
     """Run one training step and remember its result until the host looks."""
-    probe = due_probe(run)
+    probe, rng = due_probe(run), step_rng(run.state.device)
     with batch_norm_explained(window), nullcontext() if probe is None else probe.watch(run.state):
         result = train_step(run.state, window, probe=probe)
     run.state.counters.attempts += 1
     run.window_attempts += 1
     position, ids = run.state.position, [int(i) for batch in window for i in batch.ids[:8]]
     kept = window if run.state.device.type == "cpu" else None
-    run.pending.append(Pending(result, position.epoch, position.batch, len(window), tuple(ids[:8]), kept, probe))
+    run.pending.append(Pending(result, position.epoch, position.batch, len(window), tuple(ids[:8]), kept, probe, rng))
     for sink in run.sinks:
         sink.progress(run.state.counters.applied, run.state.counters.attempts)
 

@@ -70,6 +70,22 @@ class Best:
 
 
 @dataclass
+class Examined:
+    """How many skips were examined, and what is known by them.
+
+    Attributes:
+        count: post-mortems so far.
+        first_loss: of the first applied step.
+        search_step: applied steps when a search for the loss scale was found; ``search_scale``: how far down it has to go.
+    """
+
+    count: int = 0
+    first_loss: float | None = None
+    search_step: int = -1
+    search_scale: float = 0.0
+
+
+@dataclass
 class SkipRate:
     """Share of overflows over the last ``window`` attempts; attempts before ``grace`` do not count."""
 

@@ -10,7 +10,8 @@ import torch
 from mprun.config import OnNonFiniteLoss
 from mprun.errors import LossScaleError, MprunError, NonFiniteError
 from mprun.numerics.sample import record as probe_record
-from mprun.training.blame import explain, input_overflow
+from mprun.training.blame import input_overflow
+from mprun.training.examination import Case
 from mprun.training.result import APPLIED, EMPTY, NONFINITE_GRAD, NONFINITE_LOSS, OVERFLOW, StepRow, unpack
 from mprun.training.run import Pending, Run, emit, warn
 from mprun.training.state import HostCounters
@@ -21,13 +22,16 @@ def drain(run: Run) -> None:
     state, pending = run.state, run.pending
     run.pending = []
     first = state.counters.attempts - len(pending)
-    rows = torch.stack([entry.result.packed for entry in pending]).tolist()  # one read for all of them
-    for number, (entry, values) in enumerate(zip(pending, rows, strict=True), start=first + 1):
-        row = run.last_row = unpack(values)
+    # One read for all of them.
+    rows = [unpack(values) for values in torch.stack([entry.result.packed for entry in pending]).tolist()]
+    for number, (entry, row) in enumerate(zip(pending, rows, strict=True), start=first + 1):
+        run.last_row = row
         counters = state.counters
         counters.applied = row.steps_applied
         if row.outcome == APPLIED:
             run.last_applied = row
+            if run.examined.first_loss is None:
+                run.examined.first_loss = row.loss
             run.means.add(loss=row.loss, correct=row.correct, targets=row.valid_targets)
         elif row.outcome == OVERFLOW:
             counters.skipped += 1
@@ -42,17 +46,19 @@ def drain(run: Run) -> None:
         if row.inf_inputs and not run.told_inf_inputs:
             run.told_inf_inputs = True
             warn(run, f"step {row.steps_applied} (attempt {number}): {input_overflow(state, entry.fetch(run.data))}")
+        case = Case(run, row, number, entry, rows[-1].steps_applied - row.steps_applied)
+        if case.due:
+            case.finding  # noqa: B018 - held and recorded once, whoever asks first
         if row.outcome in (NONFINITE_LOSS, NONFINITE_GRAD):
-            _raise_nonfinite(run, row, number, entry)
+            _raise_nonfinite(case)
         rate = run.skip_rate.add(number, row.outcome == OVERFLOW)
         if rate is not None:
             warn(
                 run,
-                f"{rate:.0%} of the last 100 steps overflowed at loss scale {row.loss_scale:g}: "
-                f"{explain(state, entry.fetch(run.data), loss_scale=row.loss_scale)}",
+                f"{rate:.0%} of the last 100 steps overflowed, the last at loss scale {row.loss_scale:g}: {case.finding}",
             )
         if row.consecutive_skips >= state.loss_scale.patience:
-            _raise_patience(run, row, number, entry)
+            _raise_patience(case)
 
 
 def _skip_record(run: Run, row: StepRow, number: int, entry: Pending) -> dict[str, Any]:
@@ -69,12 +75,13 @@ def _skip_record(run: Run, row: StepRow, number: int, entry: Pending) -> dict[st
     }
 
 
-def _raise_nonfinite(run: Run, row: StepRow, number: int, entry: Pending) -> None:
+def _raise_nonfinite(case: Case) -> None:
     """Stop for a non-finite loss or gradient, unless a non-finite loss is to be skipped.
 
     Raises:
         NonFiniteError: names step, cause and the first non-finite tensor.
     """
+    run, row, number = case.run, case.row, case.number
     skip_losses = run.config.precision.on_nonfinite_loss is OnNonFiniteLoss["skip"]
     if row.outcome == NONFINITE_LOSS and skip_losses and row.consecutive_skips < run.state.loss_scale.patience:
         return
@@ -91,16 +98,17 @@ def _raise_nonfinite(run: Run, row: StepRow, number: int, entry: Pending) -> Non
             )
     raise NonFiniteError(
         f"step {row.steps_applied + 1} (attempt {number}): {what} at precision={run.state.policy.name}, "
-        f"loss scale {row.loss_scale:g}: {explain(run.state, entry.fetch(run.data), loss_scale=row.loss_scale)}{advice}"
+        f"loss scale {row.loss_scale:g}: {case.finding}{advice}"
     )
 
 
-def _raise_patience(run: Run, row: StepRow, number: int, entry: Pending) -> None:
+def _raise_patience(case: Case) -> None:
+    run, row, number = case.run, case.row, case.number
     floor = " (its floor)" if row.loss_scale <= run.state.loss_scale.min else ""
     raise LossScaleError(
         f"step {row.steps_applied + 1} (attempt {number}): {row.consecutive_skips} steps in a row were skipped, the last at "
         f"loss scale {row.loss_scale:g}{floor}, which precision.loss_scale.patience={run.state.loss_scale.patience} forbids: "
-        f"{explain(run.state, entry.fetch(run.data), loss_scale=row.loss_scale)}"
+        f"{case.finding}"
     )
 
 

@@ -239,7 +239,7 @@ def _overflow(exam: Exam, seen: Replay, fp32: Replay) -> Verdict:
         return Verdict(
             kind, f"overflow in the {way} pass, in {_format(state)} and not in FP32; no operation could be named"
         )
-    reach = fp32.reach.get((event.module, event.where, event.operation), 0.0)
+    reach = fp32.reach.get((event.module, event.where, event.operation, event.nth), 0.0)
     amax = event.amax if event.operation == "cast" or not reach else reach
     limit = largest(event.dtype)
     ids = _samples(exam, seen)

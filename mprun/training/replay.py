@@ -42,7 +42,8 @@ class Replay:
         finite_loss: whether the loss is.
         first: what is to blame, where it is not finite and was traced.
         micro_batches: how many were computed; on the CPU the last of them is the one that was lost.
-        reach: the largest finite magnitude by module path, direction and operation, where it was traced.
+        reach: the largest finite magnitude of every operation's result, where it was traced (see
+            :class:`~mprun.numerics.trace.Trace`).
         order: the modules without inner ones as they ran in the forward pass, where it was traced.
     """
 
@@ -51,7 +52,7 @@ class Replay:
     finite_loss: bool
     micro_batches: int
     first: Event | None
-    reach: Mapping[tuple[str, Where, str], float]
+    reach: Mapping[tuple[str, Where, str, int], float]
     order: Sequence[str]
 
 

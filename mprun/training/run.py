@@ -14,7 +14,7 @@ from mprun.config import Config, Task
 from mprun.data.base import Batch, Data
 from mprun.numerics.probe import Probe, select
 from mprun.tracking.base import Sink
-from mprun.training.metrics import Best, Means, SkipRate
+from mprun.training.metrics import Best, Examined, Means, SkipRate
 from mprun.training.result import StepResult, StepRow
 from mprun.training.state import TrainState
 
@@ -36,7 +36,8 @@ class Pending:
 
     ``window`` is kept on the CPU only, where the host looks at once: on an accelerator the batches of many steps would pile
     up in its memory, so they are fetched again by their place (``epoch``, first batch ``start``) if somebody asks for them.
-    ``probe`` looked at the step, if it was a sampled one, and is read when the host looks.
+    ``probe`` looked at the step, if it was a sampled one, and is read when the host looks. ``rng`` is the state of torch's
+    generators at its start, for a post-mortem.
     """
 
     result: StepResult
@@ -46,6 +47,7 @@ class Pending:
     ids: tuple[int, ...]
     window: Sequence[Batch] | None
     probe: Probe | None = None
+    rng: dict[str, Any] | None = None
 
     def fetch(self, data: Data) -> list[Batch]:
         """The micro-batches of the step."""
@@ -66,6 +68,7 @@ class Run:
     metadata: dict[str, Any] = field(default_factory=dict)
     means: Means = field(default_factory=Means)
     skip_rate: SkipRate = field(default_factory=SkipRate)
+    examined: Examined = field(default_factory=Examined)
     pending: list[Pending] = field(default_factory=list)
     final: dict[str, float] = field(default_factory=dict)
     last_row: StepRow | None = None
@@ -115,6 +118,7 @@ def log_state(run: Run) -> dict[str, Any]:
     return {
         "means": asdict(run.means),
         "skip_rate": {"recent": list(run.skip_rate.recent), "warned": run.skip_rate.warned},
+        "examined": asdict(run.examined),
         "told_inf_inputs": run.told_inf_inputs,
         "logged_step": run.logged_step,
         "evaluated_step": run.evaluated_step,
@@ -127,6 +131,7 @@ def resume_log(run: Run, saved: dict[str, Any]) -> None:
     """Put :func:`log_state` back."""
     run.means = Means(**saved["means"])
     run.skip_rate = SkipRate(recent=deque(saved["skip_rate"]["recent"]), warned=saved["skip_rate"]["warned"])
+    run.examined = Examined(**saved.get("examined", {}))
     run.told_inf_inputs = saved["told_inf_inputs"]
     run.logged_step, run.evaluated_step = saved["logged_step"], saved["evaluated_step"]
     run.train_s, run.examples = saved["train_s"], saved["examples"]
