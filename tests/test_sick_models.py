@@ -14,7 +14,7 @@ from mprun.config_check import to_plain
 from mprun.data import build_data
 from mprun.models.build import build_model
 from tests.conftest import CPU
-from tests.sick.cases import CAUSES, SYMPTOMS, Case
+from tests.sick.cases import CAUSES, SYMPTOMS, Case, rule
 from tests.sick.controls import HEALTHY
 from tests.sick.faults import SICK
 from tests.sick.run import MANY_SKIPS, config_of, healthy, run, shows
@@ -65,6 +65,14 @@ def test_the_fault_shows_and_the_cure_works(case: Case):
     assert healthy(cured, should_be), cured
     if case.sick_in_fp32:
         assert not healthy(run(case.fp32), should_be)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "path"), [(case, path) for case in SICK for path in case.also], ids=lambda value: getattr(value, "name", value)
+)
+def test_another_module_cures_it_as_well(case, path):
+    assert healthy(run(case.overrides(*rule(path))), run(case.should_be))
 
 
 @pytest.mark.parametrize("control", HEALTHY, ids=lambda control: control.name)

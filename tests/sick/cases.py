@@ -54,6 +54,7 @@ class Case:
         sick_in_fp32: the fault is there in FP32 too.
         samples: ids of the samples at fault.
         accept: other causes that are as true.
+        also: modules each of which, alone in FP32, cures it as well: under autocast what is computed from an FP32 tensor is FP32.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Case:
     sick_in_fp32: bool = False
     samples: tuple[int, ...] = ()
     accept: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
 
     def overrides(self, *more: str) -> list[str]:
         """The run as words of a command line, ``more`` last."""

@@ -6,7 +6,7 @@ and has to make it healthy: what an instrument says of its own verification does
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -125,7 +125,23 @@ def ask_search(words: Sequence[str]) -> Answer:
     return Answer(kind, said or found.status, modules, cure=rule(*modules) if modules else None)
 
 
-ASK = {"postmortem": ask_postmortem, "diagnose": ask_diagnose, "search": ask_search}
+def _cli(name: str) -> Callable[[Sequence[str]], Answer]:
+    def ask_cli(words: Sequence[str]) -> Answer:
+        from tests.sick import cli
+
+        found: Answer = getattr(cli, f"ask_{name}")(words)
+        return found
+
+    return ask_cli
+
+
+ASK: dict[str, Callable[[Sequence[str]], Answer]] = {
+    "postmortem": ask_postmortem,
+    "diagnose": ask_diagnose,
+    "search": ask_search,
+    "compare": _cli("compare"),
+    "startup": _cli("startup"),
+}
 
 
 @cache
@@ -139,7 +155,14 @@ def ask(instrument: str, words: tuple[str, ...]) -> Answer:
 
 def faults_of(case: Case, instrument: str, answer: Answer) -> list[str]:
     """What is wrong with an answer; empty if it is right. The cure is not looked at."""
-    return {"postmortem": _postmortem, "diagnose": _diagnose, "search": _search}[instrument](case, answer)
+    judges = {
+        "postmortem": _postmortem,
+        "diagnose": _diagnose,
+        "search": _search,
+        "compare": _compare,
+        "startup": _startup,
+    }
+    return judges[instrument](case, answer)
 
 
 def _postmortem(case: Case, answer: Answer) -> list[str]:
@@ -177,6 +200,19 @@ def _search(case: Case, answer: Answer) -> list[str]:
     return _set_faults(case, answer.modules)
 
 
+def _compare(case: Case, answer: Answer) -> list[str]:
+    return [] if answer.kind == "fail" else [f"{answer.kind}, not that the policy fails"]
+
+
+def _startup(case: Case, answer: Answer) -> list[str]:
+    wrong = [] if answer.modules == case.culprits else [f"{answer.modules}, not {case.culprits}"]
+    if case.cause == "bad_data" and not set(case.samples) <= set(answer.samples):
+        wrong.append(f"samples {answer.samples}, not {case.samples}")
+    if case.cause == "lost_updates" and "no FP32 masters" not in answer.said:
+        wrong.append("it does not say that updates are lost")
+    return wrong
+
+
 def _set_faults(case: Case, modules: Sequence[str]) -> list[str]:
     """What is wrong with a set of FP32 modules: a culprit is not in it, or it is larger than the known cure."""
     wrong = [] if _blames(case, modules) else [f"{modules}, not {case.culprits}"]
@@ -193,8 +229,9 @@ def rules_of(case: Case) -> tuple[str, ...]:
 
 
 def _blames(case: Case, modules: Sequence[str]) -> bool:
-    """Whether ``modules`` are the known cure, or each culprit is one of them, or inside or around one."""
-    if not case.culprits or set(modules) == set(rules_of(case)):
+    """Whether ``modules`` are a known cure, or each culprit is one of them, or inside or around one."""
+    known = [set(rules_of(case)), *({path} for path in case.also)]
+    if not case.culprits or set(uncovered(modules)) in known:
         return True
     return all(any(_related(path, culprit) for path in modules) for culprit in case.culprits)
 
