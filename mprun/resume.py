@@ -56,6 +56,7 @@ NEEDS: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
     "train.ema.warmup": ("train.ema.decay", "set", lambda decay: decay is not None),
     "train.keep": ("train.checkpoint_every", "set", lambda every: every is not None),
     "train.early_stop.patience": ("train.early_stop.metric", "set", lambda metric: metric is not None),
+    "probe.modules": ("probe.every", "above 0", lambda every: every > 0),
     "numerics.cpu_fp16": ("device", "cpu or auto", lambda device: device != "cuda"),
 }
 

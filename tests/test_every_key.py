@@ -231,6 +231,8 @@ EFFECTS: dict[str, Effect] = {
         {"train.epochs": 5, "train.early_stop.metric": "val/loss", "train.early_stop.patience": 1, "optimizer.lr": 0.0}, 2,
         lambda seen: seen.of("val"),
     ),
+    "probe.every": ({}, 2, lambda seen: seen.of("probe")),
+    "probe.modules": ({}, ["1"], lambda seen: [sorted(r["modules"]) for r in seen.records or [] if r["kind"] == "probe"]),
     "expect": ({}, [{"metric": "val/top2"}], refusal),
     "meta": ({}, {"seeds": "many"}, refusal),
 }  # fmt: skip
@@ -275,6 +277,11 @@ OUTSIDE: dict[str, tuple[list[str], Callable[[int, str], bool]]] = {
     "tracking.log_checkpoint": (
         ["tracking.mode=offline", "tracking.log_checkpoint=last"],
         lambda code, _: b"last-step-1.pt" in wandb_record(),
+    ),
+    "tracking.report": (["tracking.report=true"], lambda code, _: (latest() / "report.html").is_file()),
+    "tracking.log_report": (
+        ["tracking.mode=offline", "tracking.log_report=true"],
+        lambda code, _: b"report.html" in wandb_record(),
     ),
 }
 
