@@ -76,9 +76,7 @@ def module_rows(found: Diagnosis) -> list[dict[str, Any]]:
     losses = {loss.path: loss for loss in fp16.losses}
     errors = {name: _by_path(p) for name, p in (("float16", fp16), ("bfloat16", bf16))}
     rows = []
-    paths = dict.fromkeys(
-        [*losses, *(path for by_path in errors.values() for path in by_path), *(r for r in fp16.rules if r != "**")]
-    )
+    paths = dict.fromkeys([*losses, *(path for by_path in errors.values() for path in by_path), *fp16.rules])
     for path in paths:
         loss = losses.get(path)
         half, full = errors["float16"].get(path), errors["bfloat16"].get(path)
@@ -88,7 +86,7 @@ def module_rows(found: Diagnosis) -> list[dict[str, Any]]:
         row = {
             "module": path,
             "class": loss.cls if loss else known.cls if known else "",
-            "fp32_in": [SHORT[p.dtype] for p in (fp16, bf16) if p is not None and (path or "**") in p.rules],
+            "fp32_in": [SHORT[p.dtype] for p in (fp16, bf16) if p is not None and path in p.rules],
             "input_amax": loss.amax["input"] if loss else known.input_amax if known else None,
             "output_amax": loss.amax["output"] if loss else known.output_amax if known else None,
             "gradient_amax": loss.amax["gradient"] if loss else None,
@@ -126,7 +124,7 @@ def _sentence(
     bf16: Proposal | None,
 ) -> tuple[int, str]:
     """How bad it is (3: must stay in FP32, 2: is wrong as part of something, 1: costs digits, 0: nothing), and why in words."""
-    rule = path or "**"
+    rule = path
     in_bf16 = bf16 is not None and rule in bf16.rules
     if rule in fp16.rules:
         why = fp16.rules[rule]

@@ -1,7 +1,7 @@
 """The local error of each module: run alone under a candidate policy on what the FP32 run gave it, and compared with FP32.
 
 A module gets the inputs of the FP32 run, in the dtype in which they would arrive under the candidate policy, and the FP32 run's
-gradients of its outputs, times S. What it makes of them is held against the same module in FP32::
+gradients of its outputs, times S and rounded as they would arrive. What it makes of them is held against the module in FP32::
 
     forward SQNR   10 log10( sum y^2 / sum (y - y')^2 )            over all its outputs
     gradient SQNR  the smaller one of that over the gradients of its inputs, and that over those of its parameters (over S)
@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,11 @@ from mprun.training.env import restore_rng
 from mprun.training.state import TrainState
 
 # How far below what one rounding leaves (:func:`rounding_db`) a module is no longer explained by rounding. Sums that cancel cost
-# some 10 dB, an input of 3 digits less than the format has 20.
-BEYOND_DB = 45.0
+# some 10 dB, an input of 3 digits less than the format has 20. A gradient loses more: the slope of a ReLU or a maximum jumps, so
+# that the few elements which rounding moves across the edge are wrong altogether (25 dB in a residual block in FP16).
+BEYOND_DB, GRADIENT_BEYOND_DB = 45.0, 65.0
+# Below this hardly anything is left of a gradient, in any format.
+LEAST_GRADIENT_DB = 3.0
 NEVER_OWN = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -168,12 +172,16 @@ def _dtypes(seen: list[list[torch.dtype]], index: int, call: Call, cast: TrainSt
 
 @dataclass(frozen=True)
 class _Result:
-    """What a module gave in one call: outputs, gradients of inputs, gradients of parameters (over S); or what it raised."""
+    """What a module gave in one call: outputs, gradients of inputs and parameters (over S); or what it raised.
+
+    ``arrived``: the gradients of its outputs as they were given to it, over S.
+    """
 
     inputs: list[Tensor]
     outputs: list[Tensor]
     input_grads: list[Tensor | None]
     parameter_grads: list[Tensor | None]
+    arrived: list[Tensor | None]
     error: str = ""
 
 
@@ -186,16 +194,27 @@ def _pair(
     scale: float,
 ) -> tuple[_Result, _Result]:
     """One call in FP32 and under the candidate policy."""
-    exact = _alone(module, call, [t.dtype for t in floats(call.given)], None, 1.0)
     try:
-        rounded = _alone(cast, call, dtypes, state, scale)
+        rounded = _alone(cast, call, call.output_grads, dtypes, state, scale)
     except RuntimeError as error:
-        rounded = _Result([], [], [], [], str(error).splitlines()[0])
-    return exact, rounded
+        rounded = _Result([], [], [], [], [], str(error).splitlines()[0])
+    # A gradient that was lost before it got here is the scale's fault, not this module's: FP32 gets it as it arrived.
+    given = [
+        g if a is None or g is None else torch.where(a.isfinite(), a, g)
+        for g, a in zip_longest(call.output_grads, rounded.arrived)
+    ]
+    return _alone(module, call, given, [t.dtype for t in floats(call.given)], None, 1.0), rounded
 
 
-def _alone(module: nn.Module, call: Call, dtypes: list[torch.dtype], state: TrainState | None, scale: float) -> _Result:
-    """Run ``module`` on copies of a call's arguments in ``dtypes``, and backward from its output gradients times ``scale``."""
+def _alone(
+    module: nn.Module,
+    call: Call,
+    output_grads: Sequence[Tensor | None],
+    dtypes: list[torch.dtype],
+    state: TrainState | None,
+    scale: float,
+) -> _Result:
+    """Run ``module`` on copies of a call's arguments in ``dtypes``, and backward from ``output_grads`` times ``scale``."""
     places = iter(zip(call.leaves, dtypes, strict=True))
 
     def copy(t: Tensor) -> Tensor:
@@ -221,11 +240,11 @@ def _alone(module: nn.Module, call: Call, dtypes: list[torch.dtype], state: Trai
     outputs = floats(output)
     parameters = list(module.parameters())
     wanted = [t for t in [*inputs, *parameters] if t.requires_grad]
-    pairs = [
-        (o, (g.float() * scale).to(o.dtype))
-        for o, g in zip(outputs, call.output_grads, strict=False)
-        if g is not None and o.requires_grad and o.shape == g.shape
+    arrived = [
+        (g.float() * scale).to(o.dtype) if g is not None and o.requires_grad and o.shape == g.shape else None
+        for o, g in zip(outputs, output_grads, strict=False)
     ]
+    pairs = [(o, g) for o, g in zip(outputs, arrived, strict=False) if g is not None]
     grads: dict[int, Tensor | None] = {}
     if pairs and wanted:
         given = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
@@ -235,6 +254,7 @@ def _alone(module: nn.Module, call: Call, dtypes: list[torch.dtype], state: Trai
         [o.detach() for o in outputs],
         [grads.get(id(t)) for t in inputs],
         [grads.get(id(t)) for t in parameters],
+        [None if g is None else g.float() / scale for g in arrived],
     )
 
 
@@ -257,7 +277,7 @@ def _judge(
         nonfinite = nonfinite or _nonfinite(exact, rounded)
     into = max((_amax(exact.inputs) for exact, _ in pairs), default=0.0)
     out = max((_amax(exact.outputs) for exact, _ in pairs), default=0.0)
-    beyond = bool(nonfinite) or min(forward, backward) < rounding_db(form) - BEYOND_DB
+    beyond = bool(nonfinite) or forward < rounding_db(form) - BEYOND_DB or backward < _least_gradient(form)
     why = _why(nonfinite, error, forward, backward, into, out, form, scale)
     return ModuleError(path, type(module).__name__, forward, backward, nonfinite, False, beyond, why, into, out)
 
@@ -306,13 +326,17 @@ def _why(
         return f"an operation inside it overflows {name}: inputs reach {into:.2g}, outputs {out:.2g} in FP32"
     if nonfinite == "gradient":
         return f"its gradients times {scale:g} overflow {name}"
-    if min(forward, backward) >= rounding_db(form) - BEYOND_DB:
-        return ""
-    if forward <= backward:
+    if forward < rounding_db(form) - BEYOND_DB:
         return (
             f"its output is wrong in {name}: {_db(forward)} of {rounding_db(form):.0f} dB, with inputs up to {into:.2g}"
         )
+    if backward >= _least_gradient(form):
+        return ""
     return f"its gradients are wrong in {name} at scale {scale:g}: {_db(backward)} of {rounding_db(form):.0f} dB"
+
+
+def _least_gradient(form: Format) -> float:
+    return max(rounding_db(form) - GRADIENT_BEYOND_DB, LEAST_GRADIENT_DB)
 
 
 def _db(value: float) -> str:

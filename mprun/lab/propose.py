@@ -138,9 +138,10 @@ def propose(measured: Measured, config: Config, dtype: str) -> Proposal:
         find_scale(replay, measured, found, looks)
         errors = errors_of(measured, config, found)
         found.errors = found.errors or errors
-        new = {
-            error.path or "**": error.why for error in errors if error.own and (error.path or "**") not in found.rules
-        }
+        new = {error.path: error.why for error in errors if error.own and error.path not in found.rules}
+        if "" in new:
+            found.failed = f"the model's own operations, outside of its modules: {new['']}"
+            return found
         if not new:
             break
         found.rules |= new
@@ -171,9 +172,8 @@ def cure(replay: Replay, measured: Measured, config: Config, found: Proposal) ->
                     break
         last, before = looks[-1], len(found.rules)
         if last.error:
-            found.rules |= {
-                e.path or "**": e.why for e in errors_of(measured, config, found) if e.own and e.nonfinite == "error"
-            }
+            errors = errors_of(measured, config, found)
+            found.rules |= {e.path: e.why for e in errors if e.path and e.own and e.nonfinite == "error"}
         elif last.overflows:
             bad = last.overflows[0]
             if rule := _rule_for(bad, children, measured.samples.get(last.step, {}), found.rules):
@@ -205,8 +205,7 @@ def _rule_for(
         return stats.amax if stats else 0.0
 
     largest = [path for path in sorted(inside, key=size, reverse=True) if size(path)][:1]
-    wanted = [*largest, bad.module or "**"]
-    return next((path for path in wanted if (path in children or path == "**") and path not in rules), None)
+    return next((path for path in [*largest, bad.module] if path and path in children and path not in rules), None)
 
 
 def _overflow_words(bad: Overflow, largest: float, name: str) -> str:
