@@ -233,6 +233,8 @@ EFFECTS: dict[str, Effect] = {
     ),
     "probe.every": ({}, 2, lambda seen: seen.of("probe")),
     "probe.modules": ({}, ["1"], lambda seen: [sorted(r["modules"]) for r in seen.records or [] if r["kind"] == "probe"]),
+    "postmortem.skips": (SPIKES, 0, lambda seen: seen.of("event", "event")),
+    "postmortem.save_batch": (SPIKES, True, lambda seen: seen.files),
     "expect": ({}, [{"metric": "val/top2"}], refusal),
     "meta": ({}, {"seeds": "many"}, refusal),
 }  # fmt: skip

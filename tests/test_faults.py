@@ -364,12 +364,12 @@ def faulty(folder, monkeypatch):
         with ExitStack() as stack:
             injectors: list[Any] = []
 
-            def spy(state: Any, window: Any) -> Any:
+            def spy(state: Any, window: Any, **options: Any) -> Any:
                 if not injectors:
                     injectors.append(stack.enter_context(inject(state.model, *faults)))
                 injectors[0].start_attempt()
                 seen.append([int(i) for batch in window for i in batch.ids])
-                return train_step(state, window)
+                return train_step(state, window, **options)
 
             monkeypatch.setattr(loop, "train_step", spy)
             code = main(words)

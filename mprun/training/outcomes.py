@@ -55,7 +55,7 @@ def drain(run: Run) -> None:
         if rate is not None:
             warn(
                 run,
-                f"{rate:.0%} of the last 100 steps overflowed, the last at loss scale {row.loss_scale:g}: {case.finding}",
+                f"{rate:.0%} of the last 100 steps overflowed at loss scale {row.loss_scale:g}: {case.finding}",
             )
         if row.consecutive_skips >= state.loss_scale.patience:
             _raise_patience(case)
