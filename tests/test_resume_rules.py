@@ -51,7 +51,8 @@ KINDS = {
         precision.loss_scale.patience optimizer.lr optimizer.weight_decay optimizer.momentum optimizer.betas optimizer.eps
         optimizer.fused optimizer.kwargs schedule.name schedule.warmup_steps train.steps train.clip_norm train.label_smoothing
         train.loss_weight train.ema.decay train.eval_every train.log_every train.checkpoint_every train.early_stop.metric
-        tracking.mode tracking.project tracking.entity tracking.group tracking.tags tracking.log_checkpoint meta expect""",
+        tracking.mode tracking.project tracking.entity tracking.group tracking.tags tracking.log_checkpoint
+        tracking.report tracking.log_report meta expect""",
 }
 EXPECTED = {key: kind for kind, keys in KINDS.items() for key in keys.split()}
 

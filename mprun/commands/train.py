@@ -36,7 +36,9 @@ def run(overrides: Sequence[str]) -> int:
     if of_compare := [word for word in overrides if word.lstrip("+").startswith("compare.")]:
         raise ConfigError(f"{of_compare[0]} is about a comparison, and this is one run: mprun compare, or leave it out")
     if of_diagnose := [word for word in overrides if word.lstrip("+").startswith("diagnose.")]:
-        raise ConfigError(f"{of_diagnose[0]} is about a diagnosis, and this is one run: mprun diagnose, or leave it out")
+        raise ConfigError(
+            f"{of_diagnose[0]} is about a diagnosis, and this is one run: mprun diagnose, or leave it out"
+        )
     composed, resume = compose_run(overrides)
     run_dir = resume.run_dir if resume and resume.run_dir else composed.run_dir
     return execute(composed.config, run_dir, resume=resume, composed=composed, again=wants_auto(overrides))
@@ -159,6 +161,7 @@ def _check_resume(saved: Mapping[str, Any], plain: Mapping[str, Any], resume: Re
 def _observed(run: Any) -> list[dict[str, Any]]:
     """The precision table of the first batch, held against the plan."""
     from mprun.training.blame import dtype_trouble
+    from mprun.training.inputs import input_trouble
     from mprun.training.observe import check_plan, observe
 
     first = next(iter(run.data.train_batches(run.state.position.epoch, 0)))
@@ -167,6 +170,8 @@ def _observed(run: Any) -> list[dict[str, Any]]:
     try:
         modules = observe(run.state, first)
     except Exception as error:
+        if text := input_trouble(error, run.state, first):
+            raise ConfigError(text) from error
         if text := dtype_trouble(error, run.state):
             raise PrecisionError(text) from error
         raise
@@ -201,7 +206,11 @@ def _recorded(
     result |= numbers(run, started)
     error = error or _unsaved(run, result)
     if error is not None:
+        if isinstance(error, MprunError):
+            error.exit_code = 1  # 2 says that nothing was started, and here is the folder of a run
         result |= how_it_ended(error)
+    if run.config.tracking.report or run.config.tracking.log_report:
+        _report(run, result)
     try:
         finish_sinks(run.sinks, result)
     except Exception as caught:
@@ -215,6 +224,18 @@ def _recorded(
     if error is not None:
         raise error
     return code
+
+
+def _report(run: Any, result: Mapping[str, Any]) -> None:
+    """``report.html`` of a run that is about to end as ``result`` says. It can cost itself, but not the run."""
+    from mprun.commands.report import REPORT, read_files
+    from mprun.report.html_page import save
+    from mprun.report.page_run import run_page
+
+    try:
+        save(run_page(read_files(run.run_dir, dict(result))), run.run_dir / REPORT)
+    except Exception as error:
+        print(f"mprun: warning: no {REPORT}: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _write(
@@ -256,6 +277,7 @@ def _info(run: Any, *, resumed: bool) -> Any:
 
 def _looped(run: Any, result: dict[str, Any]) -> int:
     """The loop; how it ended goes into ``result``. Returns the exit status."""
+    from mprun.data.workers import dead_worker
     from mprun.training.blame import dtype_trouble
     from mprun.training.loop import fit
     from mprun.training.record import is_memory, memory_trouble
@@ -265,7 +287,7 @@ def _looped(run: Any, result: dict[str, Any]) -> int:
     except Exception as error:
         if is_memory(error):
             raise memory_trouble(error, run.config, run.state.device) from error
-        if text := dtype_trouble(error, run.state):
+        if text := dead_worker(error) or dtype_trouble(error, run.state):
             raise MprunError(text) from error
         raise
     result |= {"status": end.status, "stopped": end.reason}

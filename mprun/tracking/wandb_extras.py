@@ -80,6 +80,18 @@ def log_checkpoint(run: Any, info: RunInfo, result: Mapping[str, Any]) -> None:
     run.log_artifact(artifact, aliases=[which.value, f"step-{about['step']}"])
 
 
+def log_report(run: Any, info: RunInfo) -> None:
+    """``report.html`` as an artifact of type ``report``, with ``tracking.log_report``; secrets in it are masked already."""
+    import wandb
+
+    path = info.run_dir / "report.html"
+    if not info.tracking.log_report or not path.is_file():
+        return
+    artifact = wandb.Artifact(f"run-{run.id}-report", type="report")
+    artifact.add_file(str(path), name=path.name, policy="immutable", skip_cache=True)
+    run.log_artifact(artifact)
+
+
 def _own_link(source: Path, folder: Path, name: str) -> Path:
     # What an earlier life of the run linked belongs to a file that needs no upload any more.
     shutil.rmtree(folder, ignore_errors=True)

@@ -25,7 +25,7 @@ from typing import Any
 
 from mprun.tracking.base import Record, RunInfo, Sink
 from mprun.tracking.jsonl import read_metrics, read_probe
-from mprun.tracking.wandb_extras import alert, histograms, log_checkpoint, log_modules
+from mprun.tracking.wandb_extras import alert, histograms, log_checkpoint, log_modules, log_report
 from mprun.tracking.wandb_start import at_exit, begin, finish_timeout_s, reason, run_id, untouched
 from mprun.training.env import json_ready
 
@@ -152,6 +152,7 @@ class WandbSink(Sink):
             self._try(self._log, item)
         result = self._result
         self._try(log_checkpoint, self._run, info, result, optional="the checkpoint")
+        self._try(log_report, self._run, info, optional="the report")
         self._try(alert, self._run, info, result, optional="the alert")
         summary = {key: json_ready(result[key]) for key in SUMMARY if result.get(key) is not None}
         self._try(self._run.summary.update, summary)

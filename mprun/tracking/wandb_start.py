@@ -56,7 +56,8 @@ def resolve_mode(mode: TrackingMode, environ: Mapping[str, str] = os.environ) ->
 
 def finish_timeout_s(info: RunInfo) -> float:
     """How long an online run may take to upload the rest, in seconds."""
-    return FINISH_TIMEOUT_S if info.tracking.log_checkpoint is CheckpointArtifact.none else UPLOAD_TIMEOUT_S
+    files = info.tracking.log_checkpoint is not CheckpointArtifact.none or info.tracking.log_report
+    return UPLOAD_TIMEOUT_S if files else FINISH_TIMEOUT_S
 
 
 def run_id(run_dir: Path, environ: Mapping[str, str] = os.environ) -> str:

@@ -27,7 +27,7 @@ from mprun.training import checkpoint
 from mprun.training.env import atomic_write_json, atomic_write_text, describe_environment, peak_memory_bytes
 from mprun.training.run import Run
 
-RESULT, ERROR = "result.json", "error.txt"
+RESULT, ERROR, REPORT = "result.json", "error.txt", "report.html"
 # What torch says when the processor's memory is not enough; it has no exception of its own for that.
 _CPU_MEMORY = "can't allocate memory"
 
@@ -74,6 +74,7 @@ def write_folder(
         atomic_write_json(folder / "env.json", about)
         (folder / RESULT).unlink(missing_ok=True)
         (folder / ERROR).unlink(missing_ok=True)
+        (folder / REPORT).unlink(missing_ok=True)
     point_latest(folder)
 
 
