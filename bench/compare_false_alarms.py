@@ -38,7 +38,7 @@ BASE = ["tracking=disabled", "device=cpu", "train.checkpoint_every=100000"]
 METRIC, CHANCE, DRAWS = "val/top1", 0.1, 40
 CASES = {
     "fp16_unscaled, loss x 3e-6": ("fp16_unscaled", ["train.loss_weight=3e-6"]),
-    "bf16_pure, lr 2e-4": ("bf16_pure", ["optimizer.lr=2e-4"]),
+    "bf16_pure, lr 1e-4": ("bf16_pure", ["optimizer.lr=1e-4"]),
 }
 
 

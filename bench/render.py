@@ -46,6 +46,8 @@ def blocks() -> dict[tuple[str, str], Callable[[], str]]:
         ("docs/numerics.md", "formats"): markdown_formats,
         ("docs/numerics.md", "operations"): markdown_operations,
         ("docs/numerics.md", "kernels"): markdown_kernels,
+        ("docs/numerics.md", "parity"): lambda: markdown_parity(load("parity_rates")),
+        ("docs/numerics.md", "compare"): lambda: markdown_compare(load("compare_false_alarms")),
         ("docs/semantics.md", "fixed"): markdown_fixed,
         ("docs/lesson.md", "lessons"): markdown_lessons,
         ("recipes/digits/vit_fp16.yaml", "measured"): lambda: yaml_expect("vit/fp16_dynamic"),
@@ -347,6 +349,50 @@ def markdown_kernels() -> str:
     rows = [("products and convolutions", "float16", " ".join(f"`{name}`" for name in PRODUCTS))]
     rows += [("attention", text, f"`{name}`") for name, text in dtypes.items()]
     return markdown_table(("kind", "for inputs of", "operations"), rows)
+
+
+def markdown_parity(content: dict[str, Any] | None) -> str:
+    """Rates of the parity test where the truth is known; see ``bench/parity_rates.py``."""
+    if content is None:
+        return "Not simulated yet."
+    heads = ["the candidate is ...: the verdict", "floor", *(f"{n} seeds" for n in content["seeds"])]
+    rows = [
+        [row["case"], f"{row['floor']:g} sd", *(f"{100 * rate:.1f} %" for rate in row["rates"])]
+        for row in content["rows"]
+    ]
+    table = markdown_table(heads, rows, range(1, len(heads)))
+    return f"{table}\n\n{content['draws']:,} comparisons a cell (`bench/parity_rates.py`)."
+
+
+def markdown_compare(content: dict[str, Any] | None) -> str:
+    """False alarms and misses in real runs; see ``bench/compare_false_alarms.py``."""
+    if content is None:
+        return "Not measured yet."
+    draws = content["draws"]
+    rows = [
+        [
+            "FP32 against FP32, other seeds",
+            n,
+            f"{found.get('fail', 0)} of {draws}",
+            str(found.get("pass", 0)),
+            str(found.get("undecided", 0)),
+        ]
+        for n, found in content["false_alarms"].items()
+    ]
+    for case, by_seeds in content["caught"].items():
+        for n, found in by_seeds.items():
+            total = sum(found.values())
+            rows.append(
+                [
+                    case,
+                    n,
+                    f"{found.get('fail', 0)} of {total}",
+                    str(found.get("pass", 0)),
+                    str(found.get("undecided", 0)),
+                ]
+            )
+    table = markdown_table(["compared", "seeds", "fail", "pass", "undecided"], rows, range(1, 5))
+    return f"{table}\n\n{about_text(content['about'])} (`bench/compare_false_alarms.py`)."
 
 
 def markdown_fixed() -> str:

@@ -53,6 +53,8 @@ def cell(model: str, precision: str, top1: list[float], **given: Any) -> dict[st
         "fp16_kernels",
         "measure_recipe",
         "tracking_cost",
+        "parity_rates",
+        "compare_false_alarms",
     ],
 )
 def test_every_bench_says_how_it_is_used(script):
