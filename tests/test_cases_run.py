@@ -87,9 +87,9 @@ def test_a_resumed_run_sees_the_samples_and_ends_at_the_weights_of_the_unbroken_
     seen: list[tuple[int, ...]] = []
     inner = loop.train_step
 
-    def spy(state: Any, window: Any) -> Any:
+    def spy(state: Any, window: Any, **options: Any) -> Any:
         seen.append(tuple(int(i) for batch in window for i in batch.ids))
-        return inner(state, window)
+        return inner(state, window, **options)
 
     monkeypatch.setattr(loop, "train_step", spy)
     words = [*ROWS, *keys, f"dataset.workers={workers}", "schedule=constant", "train.ema.decay=0.9"]

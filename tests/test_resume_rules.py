@@ -44,14 +44,14 @@ KINDS = {
     "conditional": """precision.loss_scale.init precision.loss_scale.growth_factor precision.loss_scale.backoff_factor
         precision.loss_scale.growth_interval precision.loss_scale.min precision.loss_scale.max precision.loss_scale.hysteresis
         precision.loss_scale.on_overflow schedule.warmup_frac schedule.final schedule.decay_frac schedule.milestones
-        schedule.gamma train.epochs train.ema.warmup train.keep train.early_stop.patience numerics.cpu_fp16""",
+        schedule.gamma train.epochs train.ema.warmup train.keep train.early_stop.patience numerics.cpu_fp16 probe.modules""",
     "in force": """name device deterministic model.activation_checkpointing model.compile model.channels_last dataset.root
         dataset.workers precision.name precision.mode precision.param_dtype precision.compute_dtype precision.output_dtype
         precision.fp32_matmul precision.eval_dtype precision.fp32_modules precision.on_nonfinite_loss precision.loss_scale.kind
         precision.loss_scale.patience optimizer.lr optimizer.weight_decay optimizer.momentum optimizer.betas optimizer.eps
         optimizer.fused optimizer.kwargs schedule.name schedule.warmup_steps train.steps train.clip_norm train.label_smoothing
         train.loss_weight train.ema.decay train.eval_every train.log_every train.checkpoint_every train.early_stop.metric
-        tracking.mode tracking.project tracking.entity tracking.group tracking.tags tracking.log_checkpoint
+        probe.every tracking.mode tracking.project tracking.entity tracking.group tracking.tags tracking.log_checkpoint
         tracking.report tracking.log_report meta expect""",
 }
 EXPECTED = {key: kind for kind, keys in KINDS.items() for key in keys.split()}
@@ -60,7 +60,7 @@ EXPECTED = {key: kind for kind, keys in KINDS.items() for key in keys.split()}
 ALL_ON = {"precision.loss_scale.kind": "dynamic", "train.ema.decay": 0.9, "train.checkpoint_every": 5,
           "train.early_stop.metric": "val/loss", "train.steps": None, "schedule.warmup_steps": None}  # fmt: skip
 ALL_OFF = {"precision.loss_scale.kind": "none", "schedule.name": "constant", "schedule.warmup_steps": 3, "train.steps": 9,
-           "train.ema.decay": None, "train.checkpoint_every": None, "train.early_stop.metric": None, "device": "cuda"}  # fmt: skip
+           "train.ema.decay": None, "train.checkpoint_every": None, "train.early_stop.metric": None, "device": "cuda", "probe.every": 0}  # fmt: skip
 
 
 def leaves(node: Any = Config, path: str = "") -> list[str]:
@@ -440,7 +440,7 @@ def test_going_back_holds_even_if_the_run_dies_before_it_saves_again(folder, mon
     assert main(words) == 0
     run = latest()
 
-    def die(*_: Any) -> None:
+    def die(*_: Any, probe: Any) -> None:
         raise ConnectionError("gone")
 
     import mprun.training.loop as loop
