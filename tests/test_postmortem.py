@@ -186,6 +186,14 @@ def test_one_sample_is_named(make_state):
     assert "in sample 5;" in verdict.message
 
 
+def test_samples_are_counted_by_all_their_rows(make_state):
+    """40 tokens a sample: the first sample alone has more bad rows than anybody wants to read."""
+    net = nn.Sequential(big(nn.Linear(4, 4, bias=False), 3e4), nn.Flatten(), nn.Linear(160, 2))
+    verdict = verdict_of(make_state(net, **FP16, **SGD, **S1), labels(torch.ones(3, 40, 4)))
+    assert verdict.sample_ids == (0, 1, 2)
+    assert "in sample" not in verdict.message
+
+
 def test_no_rule_helps_where_the_model_itself_overflows(make_state):
     class Whole(nn.Module):
         def __init__(self) -> None:

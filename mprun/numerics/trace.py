@@ -47,8 +47,6 @@ from mprun.numerics.operations import (
 )
 from mprun.numerics.places import Place, Places, Where
 
-ROWS = 16
-
 
 @dataclass(frozen=True)
 class Event:
@@ -65,7 +63,7 @@ class Event:
         amax: the largest finite magnitude among the operation's inputs.
         shape: of the result.
         index: of the first bad number in it.
-        rows: the first indices (along dimension 0, at most ``ROWS``) with a bad number.
+        rows: the indices along dimension 0 that have a bad number.
         value: that bad number.
         nth: which call of this operation in this module and direction it was, counted from 0.
         source: what it is that was given: ``parameter NAME``, ``buffer NAME``, a name passed to :func:`trace`, or ``constant``.
@@ -203,7 +201,7 @@ class Trace:
         bad = ~tensor.detach().isfinite()
         flat = int(bad.reshape(-1).to(torch.uint8).argmax())
         index = [int(i) for i in torch.unravel_index(torch.tensor(flat), tensor.shape)] if tensor.ndim else []
-        rows = bad.reshape(len(bad), -1).any(1).nonzero()[:ROWS, 0].tolist() if tensor.ndim else []
+        rows = bad.reshape(len(bad), -1).any(1).nonzero()[:, 0].tolist() if tensor.ndim else []
         number = tensor.detach().reshape(-1)[flat]
         event = Event(
             number=len(self.events),

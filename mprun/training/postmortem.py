@@ -53,6 +53,7 @@ DIVERGED = 100.0  # times the first loss of the run: what is larger in FP32 has 
 OUTLIER = 1000.0  # times the median sample: an input that is bad data, though finite
 HUGE = 1e9  # an operation of FP32 on such numbers has overflowed; on smaller ones it had no finite result
 EXPONENTIAL = ("exp", "expm1", "exp2", "sinh", "cosh", "pow")
+MOST_IDS = 64  # of samples, in a record
 FULL = PrecisionPolicy()
 
 
@@ -95,7 +96,7 @@ def _judge(exam: Exam, loss_scale: float, moved: int) -> Verdict:
     if not fp32.finite:
         return _not_precision(exam, fp32)
     if seen.first is not None and seen.first.module == INPUT and (text := input_overflow(state, exam.window)):
-        return Verdict(FORWARD, text, **of_event(seen.first), sample_ids=_samples(exam, seen))
+        return Verdict(FORWARD, text, **of_event(seen.first), sample_ids=_samples(exam, seen)[:MOST_IDS])
     if outlier := _outliers(exam):
         return replace(_bad_sample(exam, outlier, seen), **of_event(seen.first))
     if exam.first_loss is not None and fp32.loss > DIVERGED * max(exam.first_loss, 1e-6):
@@ -156,7 +157,7 @@ def _not_precision(exam: Exam, fp32: Replay) -> Verdict:
         bad = sorted({i for batch in exam.window for i in nonfinite_samples(batch)})
         what = INPUTS if source.startswith(INPUTS) else TARGETS
         text = f"bad data, not precision: {what} of sample {some(bad)} is NaN or inf"
-        return Verdict(BAD_DATA, text, sample_ids=tuple(bad), **of_event(event))
+        return Verdict(BAD_DATA, text, sample_ids=tuple(bad[:MOST_IDS]), **of_event(event))
     if outlier := _outliers(exam):
         return replace(_bad_sample(exam, outlier, fp32), **of_event(event))
     ids = _samples(exam, fp32)
@@ -178,7 +179,7 @@ def _not_precision(exam: Exam, fp32: Replay) -> Verdict:
             f"not precision, FP32 breaks too: {place(event)} of the {event.where} pass makes {event.value:g} of finite numbers"
             f"{rows} (at most {event.amax:.3g}): 0/0, log(0) or the like"
         )
-    return Verdict(DIVERGENCE, text, **of_event(event), amax=event.amax, sample_ids=ids)
+    return Verdict(DIVERGENCE, text, **of_event(event), amax=event.amax, sample_ids=ids[:MOST_IDS])
 
 
 def _bad_sample(exam: Exam, outlier: Mapping[int, float], seen: Replay) -> Verdict:
@@ -252,7 +253,7 @@ def _overflow(exam: Exam, seen: Replay, fp32: Replay) -> Verdict:
         amax=amax,
         limit=limit,
         factor=amax / limit,
-        sample_ids=ids,
+        sample_ids=ids[:MOST_IDS],
         fp32_modules=tuple(rules),
     )
 

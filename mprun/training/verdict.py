@@ -37,7 +37,7 @@ class Verdict:
         amax: what the operation reaches in FP32 (at S = 1), or takes in where FP32 has no such operation.
         limit: the largest number of the running format.
         factor: ``amax / limit``.
-        sample_ids: the samples in which the first bad numbers are, where that can be told.
+        sample_ids: the samples in which the first bad numbers are, where that can be told (the first 64).
         fp32_modules: rules that, added to the run's own, make the window finite.
         largest_scale: the largest loss scale (of those that the rule can reach) at which the window is finite.
         replays: how often the window was run again.
