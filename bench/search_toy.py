@@ -3,8 +3,8 @@
     python bench/search_toy.py [--steps 100] [--threads N] [--json]
 
 T5-like encoders (``bench/search_toys.py``) under FP16 with a dynamic scale: nothing wrong, one Linear that overflows, two that
-cure only together, a module that is right in half and in FP32 but not with one half of it in FP32, and some hundred modules with one
-and with two culprits. Search runs in this process; seconds include the FP32 runs.
+cure only together, a module that is right in half and in FP32 but not with one half of it in FP32, and some hundred modules
+with one and with two culprits. Search runs in this process; seconds include the FP32 runs.
 """
 
 from __future__ import annotations

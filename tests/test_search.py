@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -100,6 +104,86 @@ def test_rules_of_the_policy_stay_in_force():
     words = ("precision=fp16_dynamic", "model.kwargs.loud=1", "model.kwargs.chain=true")
     result = found(*words, "precision.fp32_modules=[blocks.1.mlp.wo]")
     assert result.fp32_modules == ("blocks.1.mlp.down",)
+
+
+ODD = """
+import torch
+from torch import nn
+
+class Rms(nn.Module):  # x * x overflows in half: all zeros, and no NaN anywhere
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(16))
+    def forward(self, x):
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * self.w
+
+class Center(nn.Module):  # loses 8 bits of the mantissa
+    def forward(self, x):
+        return (x + 300.0) - 300.0
+
+class Scores(nn.Module):  # its own product overflows, its children are fine
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+    def forward(self, x):
+        s = (self.q(x) * 300.0) @ (self.k(x) * 300.0).transpose(1, 2)
+        return (s / 9e4).float().softmax(-1) @ x.float()
+
+class Old(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.utils.weight_norm(nn.Linear(16, 16))
+    def forward(self, x):
+        return self.lin(x)
+
+class Net(nn.Module):
+    def __init__(self, kind, classes):
+        super().__init__()
+        self.embed, self.lin = nn.Embedding(32, 16), nn.Linear(16, 16)
+        self.odd = {"rms": Rms, "center": Center, "scores": Scores, "old": Old}[kind]()
+        self.size = 400.0 if kind == "rms" else 1.0
+        self.out, self.act, self.head = nn.Linear(16, 16), nn.GELU(), nn.Linear(16, classes)
+    def forward(self, ids):
+        x = self.lin(self.embed(ids)) * self.size
+        return self.head(self.act(self.out(self.odd(x).to(x.dtype))).mean(1))
+
+def net(*, input_shape, num_classes, kind):
+    return Net(kind, num_classes)
+"""
+
+
+@pytest.fixture
+def odd(tmp_path, monkeypatch):
+    (tmp_path / "oddnets.py").write_text(ODD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("oddnets", None)
+    yield ["model.name=oddnets:net", "trust=[search_toys,oddnets]"]
+    sys.modules.pop("oddnets", None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "modules"),
+    [
+        ("rms", "fp16_dynamic", ("odd",)),
+        ("rms", "fp16_master_dynamic", ("odd",)),
+        ("rms", "bf16", ()),
+        ("center", "bf16", ("odd",)),
+        ("center", "bf16_master", ("odd",)),
+        ("center", "fp16_dynamic", ()),
+        ("scores", "fp16_dynamic", ("odd",)),
+        ("scores", "bf16_master", ()),
+    ],
+)
+def test_silent_faults_and_faults_of_a_containers_own_operations_are_found(odd, kind, precision, modules):
+    result = found(*odd, f"model.kwargs.kind={kind}", f"precision={precision}")
+    assert result.fp32_modules == modules
+    assert result.minimum is not None
+    assert result.minimum.one_minimal
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_model_that_cannot_be_copied_is_built_again(odd):
+    assert found(*odd, "model.kwargs.kind=old", "precision=fp16_dynamic", "search.steps=4").status == "empty"
 
 
 # --- causes that no module is ----------------------------------------------------------------------------------------
@@ -207,6 +291,32 @@ def test_the_command_writes_a_precision_file_that_trains(capsys):
     run = ["tracking=disabled", "train.steps=5", "model.kwargs.loud=1"]
     assert main([*rest, *run, f"precision={file}"]) == 0
     assert main([*rest, *run, "precision=fp16_dynamic"]) == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_with_130_and_a_result(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCH), str(BENCH.parent)])}
+    words = [
+        "search",
+        *TOYS,
+        "precision=fp16_dynamic",
+        "model.kwargs.loud=1",
+        "model.kwargs.chain=true",
+        "search.steps=400",
+    ]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "mprun", *words], stderr=subprocess.PIPE, text=True, env=environment
+    )
+    deadline = time.monotonic() + 120
+    while not list(Path("outputs/search").glob("*/*/env.json")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1)
+    child.send_signal(signal.SIGINT)
+    _, said = child.communicate(timeout=120)
+    assert child.returncode == 130
+    assert "Traceback" not in said
+    (file,) = Path("outputs/search").glob("*/*/result.json")
+    assert json.loads(file.read_text())["status"] == "interrupted"
 
 
 def test_no_set_is_exit_status_one(capsys):

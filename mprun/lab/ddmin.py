@@ -140,16 +140,17 @@ def split(items: Items, parts: int) -> list[Items]:
     return [items[low:high] for low, high in pairwise(borders)]
 
 
-def minimise(ranked: Sequence[str], trials: Trials) -> Minimum | None:
+def minimise(ranked: Sequence[str], trials: Trials, *, singles: bool = True) -> Minimum | None:
     """The smallest passing part of ``ranked`` that the budget can find; None if none is known to pass.
 
     Args:
         ranked: most suspect first.
         trials: the test; what it knows already costs nothing.
+        singles: whether to try every item alone where all of them together fail, which a test that is not monotone allows.
     """
     found: Items | None = None
     try:
-        found = _first(ranked, trials)
+        found = _first(ranked, trials, singles=singles)
         if found is not None:
             found = _improved(found, ranked, trials)
         spent = False
@@ -166,7 +167,7 @@ def minimum(found: Items, ranked: Sequence[str], trials: Trials, *, spent: bool)
     return Minimum(found, one_minimal, _is_smallest(found, ranked, trials), spent)
 
 
-def _first(ranked: Sequence[str], trials: Trials) -> Items | None:
+def _first(ranked: Sequence[str], trials: Trials, *, singles: bool) -> Items | None:
     """A 1-minimal passing set: nothing, one or two of the best-ranked, or what ddmin makes of a prefix of the ranking."""
     if trials(()):
         return ()
@@ -181,8 +182,7 @@ def _first(ranked: Sequence[str], trials: Trials) -> Items | None:
         if size >= len(ranked):
             break
         size = min(2 * size, len(ranked))
-    # Not even all of them: of a test that is not monotone, a single one can pass all the same.
-    return next(((item,) for item in ranked if trials((item,))), None)
+    return next(((item,) for item in ranked if trials((item,))), None) if singles else None
 
 
 def _improved(found: Items, ranked: Sequence[str], trials: Trials) -> Items:

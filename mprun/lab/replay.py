@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mprun.config import Config, ScaleKind
 from mprun.lab.reference import Curve, Reference, SavedState, go, lab_config, undisturbed
@@ -51,8 +51,8 @@ class Replay:
         plan = make_plan(self.config, reference.data.batches_per_epoch)
         self.schedule = build_schedule(self.config.schedule, plan.steps)
         with undisturbed():
-            seed_everything(self.config.seed)
-            self.pristine = build_model(self.config.model, reference.data.spec, trust=self.config.trust)
+            self.pristine: nn.Module | None = None
+            self.pristine = self._model()
             with switches(reference.config, self.device):
                 state = self.build(None)
                 self.place(state, reference.states[0])
@@ -74,10 +74,18 @@ class Replay:
 
     def build(self, modules: Sequence[str] | None, loss_scale: float | None = None) -> TrainState:
         """A fresh state, for the candidate with ``modules`` in FP32 or (None) for FP32. Inside its switches."""
-        model = copy.deepcopy(self.pristine)
-        state = build_state(self.configured(modules, loss_scale), model, self.schedule, self.device)
+        state = build_state(self.configured(modules, loss_scale), self._model(), self.schedule, self.device)
         state.num_classes = self.reference.data.spec.num_classes
         return state
+
+    def _model(self) -> nn.Module:
+        """The FP32 model as it was built; built again where it cannot be copied (the old weight_norm keeps results in it)."""
+        if self.pristine is not None:
+            with suppress(RuntimeError, TypeError, NotImplementedError):
+                return copy.deepcopy(self.pristine)
+        with undisturbed():
+            seed_everything(self.config.seed)
+            return build_model(self.config.model, self.reference.data.spec, trust=self.config.trust)
 
     @contextmanager
     def running(self, modules: Sequence[str] | None, loss_scale: float | None = None) -> Iterator[TrainState]:

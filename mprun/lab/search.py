@@ -43,9 +43,9 @@ TEST = (
     "At 0, 1/2 and 1 of search.steps of an FP32 run: loss and gradients are finite, and for every module m with parameters, "
     f"and for all together, |g_m - g32_m| <= tolerance * max({ROUNDING:g} r_m, min({NOISE:g} n_m, {CAP:g} |g32_m|), {FLOOR:g} "
     "|g32|), where r_m is the error of FP32 gradients when matrices and all that passes between modules are rounded to the "
-    "format's mantissa, and n_m the difference between FP32 gradients of two windows. Then a run of search.steps steps ends well, "
-    "and the root mean square gap of its smoothed loss curve to FP32's is at most tolerance times the larger of the standard "
-    f"deviation over {SEEDS + 1} FP32 seeds and {RESOLUTION:g} eps of the mean loss."
+    "format's mantissa, and n_m the difference between FP32 gradients of two windows. Then a run of search.steps steps ends "
+    "well, and the root mean square gap of its smoothed loss curve to FP32's is at most tolerance times the larger of the "
+    f"standard deviation over {SEEDS + 1} FP32 seeds and {RESOLUTION:g} eps of the mean loss."
 )
 
 # Called after every test of a set: the set, whether it passed, the tests so far, and the best set so far.
@@ -181,9 +181,10 @@ def _searched(s: Searching, tell: Tell | None) -> Found:
     ranked = rank(s.found, s.errors.values())
     trials.order = {candidate.path: place for place, candidate in enumerate(ranked)}
     result: Minimum | None = None
-    for level in sorted({candidate.level for candidate in ranked}):
+    levels = sorted({candidate.level for candidate in ranked})
+    for level in levels:
         pool = [candidate.path for candidate in ranked if candidate.level <= level]
-        result = minimise(pool, trials)
+        result = minimise(pool, trials, singles=level == levels[-1])
         if result is not None:
             result = _refined(s, result, pool)
             break
