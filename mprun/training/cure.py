@@ -19,6 +19,7 @@ from mprun.training.state import TrainState
 from mprun.training.verdict import rules_text
 
 MOST_RULES = 8
+PATIENCE_S = 60.0  # a run waits meanwhile
 
 
 def cure_text(state: TrainState, rules: Sequence[str], *, bf16: bool) -> str:
@@ -42,7 +43,8 @@ def find_rules(exam: Exam, seen: Replay) -> list[str]:
 
     now: Replay | None = seen
     while now is not None and not now.finite:
-        path = _candidate(exam.state, now, rules) if len(rules) < MOST_RULES else None
+        more = len(rules) < MOST_RULES and exam.spent_s < PATIENCE_S
+        path = _candidate(exam.state, now, rules) if more else None
         if path is None:
             return []
         rules.append(path)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from mprun.data.base import Batch
-from mprun.numerics.places import INPUT, LOSS
+from mprun.numerics.places import INPUT
 from mprun.precision.policy import PrecisionPolicy, map_tensors
 from mprun.training.blame import input_overflow, nonfinite_samples
 from mprun.training.cure import bf16_helps, cure_text, find_rules
@@ -167,7 +167,7 @@ def _not_precision(exam: Exam, fp32: Replay) -> Verdict:
     elif event.cause is not None:
         by = f"the {source}" if event.cause.kind == "given" else place(event.cause)
         text = f"not precision, FP32 breaks too: {place(event)} makes NaN of the inf from {by}{rows}"
-    elif fp32.finite_loss and event.module in (INPUT, LOSS) and "norm" in event.operation:
+    elif place(event) == "the norm of the gradients":
         text = "divergence, not precision: the norm of the gradients is beyond float32 (above 1.8e19); lower the learning rate"
     elif event.amax > HUGE or event.operation in EXPONENTIAL:
         text = (

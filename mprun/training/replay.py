@@ -9,9 +9,10 @@ Compiled code is left out: it calls no hooks, and numbers may differ in it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -70,6 +71,12 @@ class Exam:
     rng: Mapping[str, Any] | None = None
     first_loss: float | None = None
     replays: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def spent_s(self) -> float:
+        """How long it has taken so far."""
+        return time.monotonic() - self.began
 
     def run(self, scale: float = 1.0, policy: PrecisionPolicy | None = None, *, traced: bool = False) -> Replay:
         """:func:`run_again`, counted."""

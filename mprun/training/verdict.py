@@ -81,6 +81,8 @@ def place(event: Event) -> str:
     """``blocks.3.mlp.fc2 (Linear) mm``."""
     outside = {LOSS: "the loss", INPUT: "the input", "": "the model"}
     name = outside.get(event.module, event.module)
+    if event.module in (LOSS, INPUT) and "norm" in event.operation:
+        return "the norm of the gradients"
     return f"{name} ({event.cls}) {event.operation}" if event.cls else f"{name}, {event.operation}"
 
 
