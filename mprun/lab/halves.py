@@ -123,6 +123,12 @@ def look_at(replay: Replay, state: TrainState, saved: SavedState, scale: float) 
         and event.cause is None
         and event.dtype in ("float16", "bfloat16")
     ]
+    first = seen.first
+    if first is not None and (first.source or "").startswith("parameter "):
+        name = (first.source or "").removeprefix("parameter ")
+        value: torch.Tensor = saved.checkpoint["model"][name]
+        module, _, own = name.rpartition(".")
+        overflows.append(Overflow(module, first.cls, f"cast of its {own},", float(value.abs().amax())))
     by_direction: dict[str, dict[str, tuple[str, float]]] = {"forward": {}, "backward": {}}
     for (module, where), (operation, amax) in halves.peaks.items():
         by_direction[where][module] = (operation, amax / (scale if where == "backward" else 1.0))
@@ -132,7 +138,7 @@ def look_at(replay: Replay, state: TrainState, saved: SavedState, scale: float) 
         by_direction["forward"],
         by_direction["backward"],
         tuple(overflows),
-        seen.first is None and not error,
+        first is None and not error,
         loss,
         halves.backward_overflows,
         error,

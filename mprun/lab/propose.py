@@ -21,6 +21,7 @@ from mprun.config import Config, DType, LossScaleConfig, Mode, PrecisionConfig, 
 from mprun.lab.advice import (
     SCALES,
     SHORT,
+    STARVED,
     Held,
     Interval,
     ModuleLoss,
@@ -28,6 +29,7 @@ from mprun.lab.advice import (
     ScaleRow,
     half_gradients,
     interval,
+    lost_norm_frac,
     module_loss,
     power,
     scale_rows,
@@ -37,6 +39,7 @@ from mprun.lab.local import ModuleError, local_errors
 from mprun.lab.reference import Reference
 from mprun.lab.replay import Replay
 from mprun.numerics.formats import FORMATS
+from mprun.numerics.stats import merged
 from mprun.training.observe import observe
 
 ROUNDS = 4
@@ -136,17 +139,21 @@ def propose(measured: Measured, config: Config, dtype: str) -> Proposal:
         if found.failed:
             return found
         find_scale(replay, measured, found, looks)
+        if found.scaled and found.interval.empty:
+            new = _binding(measured, found, looks)
+            found.failed = _no_scale(found)
+            if not new:
+                return found
+            found.rules |= new
+            continue
+        found.failed = ""
         errors = errors_of(measured, config, found)
         found.errors = found.errors or errors
         new = {error.path: error.why for error in errors if error.own and error.path not in found.rules}
-        if "" in new:
-            found.failed = f"the model's own operations, outside of its modules: {new['']}"
-            return found
+        new.pop("", None)  # what the errors of all modules add up to is for the run beside FP32 to say
         if not new:
             break
         found.rules |= new
-    if found.scaled and found.interval.empty:
-        found.failed = _no_scale(found)
     return found
 
 
@@ -177,6 +184,8 @@ def cure(replay: Replay, measured: Measured, config: Config, found: Proposal) ->
         elif last.overflows:
             bad = last.overflows[0]
             if rule := _rule_for(bad, children, measured.samples.get(last.step, {}), found.rules):
+                # What is around covers what was tried inside.
+                found.rules = {path: why for path, why in found.rules.items() if not path.startswith(f"{rule}.")}
                 found.rules[rule] = _overflow_words(bad, form.max, SHORT[found.dtype])
         else:
             if not all(math.isfinite(look.loss) for look in looks):
@@ -197,7 +206,10 @@ def cure(replay: Replay, measured: Measured, config: Config, found: Proposal) ->
 def _rule_for(
     bad: Overflow, children: Mapping[str, Sequence[str]], sample: Modules, rules: Mapping[str, str]
 ) -> str | None:
-    """The module to keep in FP32 for an overflow: itself; of a container first the child with the largest output."""
+    """The module to keep in FP32 for an overflow: itself; of a container first the child with the largest output.
+
+    What an FP32 module gives back in half overflows all the same (``master`` mode): then the module around it.
+    """
     inside = [f"{bad.module}.{name}".lstrip(".") for name in children.get(bad.module, ())]
 
     def size(path: str) -> float:
@@ -205,7 +217,10 @@ def _rule_for(
         return stats.amax if stats else 0.0
 
     largest = [path for path in sorted(inside, key=size, reverse=True) if size(path)][:1]
-    return next((path for path in [*largest, bad.module] if path and path in children and path not in rules), None)
+    around = [bad.module]
+    while around[-1]:
+        around.append(around[-1].rpartition(".")[0])
+    return next((path for path in [*largest, *around] if path and path in children and path not in rules), None)
 
 
 def _overflow_words(bad: Overflow, largest: float, name: str) -> str:
@@ -252,6 +267,30 @@ def find_scale(replay: Replay, measured: Measured, found: Proposal, looks: Seque
     found.rows = scale_rows([*measured.samples.values()], found.held, FORMATS[found.dtype], factor=factor)
     found.interval = interval(found.rows)
     found.static, found.init = found.interval.static, found.interval.init
+
+
+def _binding(measured: Measured, found: Proposal, looks: Sequence[Look]) -> dict[str, str]:
+    """The modules that leave no scale: those that overflow at the lowest one, or those that starve at the highest, if fewer."""
+    form, low, high = FORMATS[found.dtype], found.interval.low, found.interval.high
+    over: dict[str, str] = {}
+    for look in looks:
+        for module, (operation, amax) in look.backward.items():
+            if amax * low >= form.overflow and module:
+                over[module] = (
+                    f"{operation} of its backward pass reaches {amax:.2g}, too much for a loss scale of {power(low)}"
+                )
+    steps = [half_gradients(modules, found.held) for modules in measured.samples.values()]
+    whole = {
+        path: merged([s for step in steps for s in step.get(path, [])])
+        for path in dict.fromkeys(p for s in steps for p in s)
+    }
+    starved = {
+        path: f"its gradients, at most {stats.amax:.2g}, become 0 at a loss scale of {power(high)}"
+        for path, stats in whole.items()
+        if path and high and lost_norm_frac(stats, form, high) > STARVED
+    }
+    fewer = starved if starved and (not over or len(starved) <= len(over)) else over
+    return {path: why for path, why in fewer.items() if path not in found.rules}
 
 
 def _unseen(measured: Measured) -> float:
