@@ -141,12 +141,10 @@ def propose(measured: Measured, config: Config, dtype: str) -> Proposal:
         find_scale(replay, measured, found, looks)
         if found.scaled and found.interval.empty:
             new = _binding(measured, found, looks)
-            found.failed = _no_scale(found)
             if not new:
-                return found
+                break
             found.rules |= new
             continue
-        found.failed = ""
         errors = errors_of(measured, config, found)
         found.errors = found.errors or errors
         new = {error.path: error.why for error in errors if error.own and error.path not in found.rules}
@@ -154,6 +152,8 @@ def propose(measured: Measured, config: Config, dtype: str) -> Proposal:
         if not new:
             break
         found.rules |= new
+    if found.scaled and found.interval.empty:
+        found.failed = _no_scale(found)
     return found
 
 
@@ -177,7 +177,7 @@ def cure(replay: Replay, measured: Measured, config: Config, found: Proposal) ->
                 looks.append(settled(replay, state, saved, start))
                 if looks[-1].overflows or looks[-1].error:
                     break
-        last, before = looks[-1], len(found.rules)
+        last, before = looks[-1], dict(found.rules)
         if last.error:
             errors = errors_of(measured, config, found)
             found.rules |= {e.path: e.why for e in errors if e.path and e.own and e.nonfinite == "error"}
@@ -191,7 +191,7 @@ def cure(replay: Replay, measured: Measured, config: Config, found: Proposal) ->
             if not all(math.isfinite(look.loss) for look in looks):
                 found.failed = f"the loss is not finite at step {last.step}"
             return looks
-        if len(found.rules) == before:
+        if found.rules == before:
             where = last.overflows[0].module if last.overflows else ""
             found.failed = (
                 f"it breaks at step {last.step}: {last.error or f'{where} overflows in the forward pass, rules or not'}"
@@ -199,7 +199,7 @@ def cure(replay: Replay, measured: Measured, config: Config, found: Proposal) ->
             return looks
         if len(found.rules) > max(2 * SMALL, found.halves // 2):
             first = next(iter(found.rules))
-            found.failed = f"more than {before} modules overflow in the forward pass, the first {first}"
+            found.failed = f"more than {len(before)} modules overflow in the forward pass, the first {first}"
             return looks
 
 
