@@ -253,6 +253,17 @@ OUTSIDE: dict[str, tuple[list[str], Callable[[int, str], bool]]] = {
         )
         for key, value in {"name": "x", "jobs": "2", "on_error": "stop", "new": "true"}.items()
     },
+    # What they do is a matter of tests/test_compare.py.
+    **{
+        f"compare.{key}": (
+            [f"compare.{key}={value}"],
+            lambda code, said, key=key: code == 2 and f"compare.{key}=" in said and "is about a comparison" in said,
+        )
+        for key, value in {
+            "precisions": "[fp32]", "baseline": "bf16", "seeds": "2", "metric": "val/loss", "margin": "0.1", "spread": "1",
+            "confidence": "0.9", "gradient_steps": "[0]", "strict": "true",
+        }.items()
+    },
     # What they do is a matter of tests/test_diagnose.py.
     **{
         f"diagnose.{key}": (
