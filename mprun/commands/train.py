@@ -39,6 +39,8 @@ def run(overrides: Sequence[str]) -> int:
         raise ConfigError(
             f"{of_diagnose[0]} is about a diagnosis, and this is one run: mprun diagnose, or leave it out"
         )
+    if of_search := [word for word in overrides if word.lstrip("+").startswith("search.")]:
+        raise ConfigError(f"{of_search[0]} is about a search, and this is one run: mprun search, or leave it out")
     composed, resume = compose_run(overrides)
     run_dir = resume.run_dir if resume and resume.run_dir else composed.run_dir
     return execute(composed.config, run_dir, resume=resume, composed=composed, again=wants_auto(overrides))
