@@ -168,6 +168,23 @@ def test_attention_scores_behind_a_mask(make_state, mode):
     assert applied_with(make_state, model(), window, {**mode, **SGD}, verdict.fp32_modules)
 
 
+def test_masters_beyond_the_format(make_state):
+    """The half copy of a weight is inf; FP32's 7e4 is none."""
+    state = make_state(
+        nn.Sequential(nn.Sequential(nn.Linear(4, 4, bias=False)), nn.Linear(4, 2)), **{**MASTER, **SGD, **S1}
+    )
+    with torch.no_grad():
+        dict(state.weights)["0.0.weight"].fill_(7e4)
+        state.weights.write_back()
+    x = torch.zeros(4, 4)
+    x[:, 0] = 1e-3
+    verdict = verdict_of(state, labels(x))
+    assert verdict.message.startswith(
+        "overflow in the forward pass: the parameter 0.0.weight reaches 7e+04 in FP32, 1.1x FP16's largest"
+    )
+    assert verdict.fp32_modules == ("0.0",)
+
+
 def test_rules_that_are_in_force_stay_in_what_is_proposed(make_state):
     net = nn.Sequential(nn.Linear(4, 4), Attention(100.0), nn.Linear(4, 2))
     big(net[0], 0.25)
@@ -257,28 +274,55 @@ def test_bf16_has_its_own_limit(make_state):
 # --- overflow in the backward pass ----------------------------------------------------------------------------------------
 
 
+class Square(torch.autograd.Function):
+    """The identity; its backward squares 600 in the format of the gradient, whatever the loss scale."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        large = torch.full_like(grad, 600.0)
+        return large * large * 1e-6 * grad
+
+
+class Squared(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Square.apply(x)
+
+
 @pytest.mark.parametrize("mode", [FP16, MASTER], ids=["autocast", "master"])
-def test_gradients_beyond_the_format_without_any_scale(make_state, mode):
-    """d loss / d (output of 0) = 2 * 1e5 summed over 4: beyond 65504; the forward pass is in range."""
-
+def test_a_backward_that_overflows_at_any_scale(make_state, mode):
     def model() -> nn.Sequential:
-        net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
-        big(net[0], 1e-4)
-        big(net[1], 6e4)
-        return net
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.Sequential(Squared()), nn.Linear(4, 2))
 
-    window = [batch(torch.full((2, 4), 1e-3), torch.full((2, 1), -3000.0))]
-    keys = {**mode, **SGD, **REGRESSION, **S1}
+    window, keys = labels(torch.randn(4, 4)), {**mode, **SGD}
     verdict = verdict_of(make_state(model(), **keys), window)
-    assert (verdict.kind, verdict.where) == ("overflow_backward", "backward")
-    assert verdict.module in ("0", "1")
-    assert verdict.factor > 1
-    assert verdict.message.startswith(f"overflow in the backward pass: {verdict.module} (Linear) ")
-    assert "in FP32, " in verdict.message
-    if verdict.fp32_modules:
-        assert applied_with(make_state, model(), window, keys, verdict.fp32_modules)
-    else:
-        assert mode is MASTER
+    assert (verdict.kind, verdict.module, verdict.cls, verdict.where) == (
+        "overflow_backward",
+        "1.0",
+        "Squared",
+        "backward",
+    )
+    assert verdict.message == (
+        "overflow in the backward pass: 1.0 (Squared) mul reaches 3.6e+05 in FP32, 5.5x FP16's largest 65504; "
+        "keep it in FP32: precision.fp32_modules=[1.0], or use BF16"
+    )
+    assert applied_with(make_state, model(), window, keys, ["1.0"])
+
+
+def test_gradients_that_need_a_scale_below_one(make_state):
+    """d loss / d (output of 0) is 6000 * 600 = 3.6e6, which half takes times 2^-6."""
+    net = nn.Sequential(big(nn.Linear(4, 4, bias=False), 1e-4), big(nn.Linear(4, 1, bias=False), 600.0))
+    window = [batch(torch.full((1, 4), 1e-3), torch.full((1, 1), -3000.0))]
+    keys = {**FP16, **SGD, **REGRESSION, "precision.loss_scale.min": 1.0}
+    verdict = verdict_of(make_state(net, **keys), window)
+    assert (verdict.kind, verdict.largest_scale) == ("scale_search", 2.0**-6)
+    assert verdict.message.endswith(
+        "the largest that this batch takes is 0.015625; lower precision.loss_scale.min=1, which is above it"
+    )
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -349,6 +393,10 @@ def test_bad_targets_and_absurd_samples(make_state):
     verdict = verdict_of(make_state(net, **keys), [batch(torch.randn(4, 4), targets)])
     assert (verdict.kind, verdict.sample_ids) == ("bad_data", (3,))
     assert "the target of sample 3" in verdict.message
+    targets[:, 0] = torch.tensor([1.0, 2.0, 1e25, 1.0])
+    verdict = verdict_of(make_state(copy.deepcopy(net), **keys), [batch(torch.randn(4, 4), targets)])
+    assert (verdict.kind, verdict.sample_ids) == ("bad_data", (2,))
+    assert "the target of sample 2 reaches 1e+25, more than 1000 times the others" in verdict.message
     x = torch.rand(5, 4)
     x[2, 0] = 1e30
     for mode in ({}, FP16):

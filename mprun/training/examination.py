@@ -63,6 +63,7 @@ class Case:
                 rng=self.entry.rng,
                 moved=self.moved,
                 first_loss=seen.first_loss,
+                stops=self.row.consecutive_skips >= run.state.loss_scale.patience,
             )
         except (
             Exception

@@ -3,10 +3,10 @@
 The window is repeated from the random state that it had, at {its loss scale, 1} and in FP32, and what differs decides::
 
     finite at its own scale                     unreproduced       a passing fault, or weights that have gone on
-    finite at S = 1                             scale search       S was too large for this batch: that is how a search looks
+    finite at an S from 2^-14 up                scale search       S was too large for this batch: that is how a search looks
     not finite in FP32                          divergence, or bad data: not a matter of precision
     finite in FP32, loss not finite at S = 1    overflow in the forward pass     )  the first operation whose bad number
-    finite in FP32, loss finite                 overflow in the backward pass    )  arrives (mprun.numerics.trace)
+    finite in FP32, loss finite, at no S        overflow in the backward pass    )  arrives (mprun.numerics.trace)
 
 For an overflow a cure is sought: the culprit's module gets an FP32 rule and the window is run once more; what then
 overflows gets one too, and so on; at last every rule that is not needed is dropped. BF16 is tried. Only what was seen to
@@ -28,6 +28,7 @@ import torch
 
 from mprun.data.base import Batch
 from mprun.numerics.places import INPUT
+from mprun.numerics.trace import Event
 from mprun.precision.policy import PrecisionPolicy, map_tensors
 from mprun.training.blame import input_overflow, nonfinite_samples
 from mprun.training.cure import bf16_helps, cure_text, find_rules
@@ -54,6 +55,7 @@ OUTLIER = 1000.0  # times the median sample: an input that is bad data, though f
 HUGE = 1e9  # an operation of FP32 on such numbers has overflowed; on smaller ones it had no finite result
 EXPONENTIAL = ("exp", "expm1", "exp2", "sinh", "cosh", "pow")
 MOST_IDS = 64  # of samples, in a record
+LOWEST = 2.0**-14  # the smallest loss scale that is one: below, FP16 has no normal gradients
 FULL = PrecisionPolicy()
 
 
@@ -65,6 +67,7 @@ def examine(
     rng: Mapping[str, Any] | None = None,
     moved: int = 0,
     first_loss: float | None = None,
+    stops: bool = False,
 ) -> Verdict:
     """Find out why ``window`` was not applied. Everything is as before afterwards, random states included.
 
@@ -75,20 +78,23 @@ def examine(
         rng: torch's generators at its start, from :func:`~mprun.training.env.step_rng`.
         moved: how many steps were applied since.
         first_loss: the loss that the run began with, to tell a divergence by.
+        stops: whether the run stops, for it was skipped too often in a row.
     """
     exam = Exam(state, window, rng, first_loss)
-    verdict = _judge(exam, loss_scale, moved)
+    verdict = _judge(exam, loss_scale, moved, stops=stops)
     note = f" (with the weights of {moved} steps later)" if moved else ""
     return replace(verdict, message=verdict.message + note, replays=exam.replays)
 
 
-def _judge(exam: Exam, loss_scale: float, moved: int) -> Verdict:
+def _judge(exam: Exam, loss_scale: float, moved: int, *, stops: bool) -> Verdict:
     state = exam.state
     if state.loss_scale.active:
-        if exam.run(loss_scale).finite:
+        now = exam.run(loss_scale)
+        if now.finite:
             return _unreproduced(moved)
-        if loss_scale != 1 and exam.run(1.0).finite:
-            return _scale_search(exam, loss_scale)
+        for bottom in (1.0, LOWEST):  # 1 is no border, but mostly it is enough
+            if now.finite_loss and bottom < loss_scale and exam.run(bottom).finite:
+                return _scale_search(exam, loss_scale, bottom, stops=stops)
     seen = exam.run(traced=True)
     if seen.finite:
         return _unreproduced(moved)
@@ -98,7 +104,7 @@ def _judge(exam: Exam, loss_scale: float, moved: int) -> Verdict:
     if seen.first is not None and seen.first.module == INPUT and (text := input_overflow(state, exam.window)):
         return Verdict(FORWARD, text, **of_event(seen.first), sample_ids=_samples(exam, seen)[:MOST_IDS])
     if outlier := _outliers(exam):
-        return replace(_bad_sample(exam, outlier, seen), **of_event(seen.first))
+        return replace(outlier, **of_event(seen.first))
     if exam.first_loss is not None and fp32.loss > DIVERGED * max(exam.first_loss, 1e-6):
         where = f"; in {_format(state)} {place(seen.first)} overflows first" if seen.first else ""
         return Verdict(
@@ -120,24 +126,26 @@ def _unreproduced(moved: int) -> Verdict:
 # --- the scale --------------------------------------------------------------------------------------------------------
 
 
-def _scale_search(exam: Exam, loss_scale: float) -> Verdict:
+def _scale_search(exam: Exam, loss_scale: float, bottom: float, *, stops: bool) -> Verdict:
     """The largest scale on the way down at which the window is finite, by bisection: finite at k steps, not at fewer."""
     rule = exam.state.loss_scale
     factor = rule.backoff_factor if rule.kind == "dynamic" else 0.5
-    low, high = 0, math.ceil(math.log(max(loss_scale, 2.0)) / -math.log(factor))
+    low, high = 0, math.ceil(math.log(loss_scale / bottom) / -math.log(factor))
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if exam.run(loss_scale * factor**middle).finite else (middle, high)
-    found = max(loss_scale * factor**high, 1.0)
+    found = max(loss_scale * factor**high, bottom)
     advice = "nothing to do"
+    if stops:
+        advice = f"set precision.loss_scale.init={found:g}, or a larger precision.loss_scale.patience"
     if rule.kind != "dynamic":
         advice = f"set precision.loss_scale.init={found:g}, or precision.loss_scale.kind=dynamic"
     elif found < rule.min:
         advice = f"lower precision.loss_scale.min={rule.min:g}, which is above it"
     return Verdict(
         SCALE_SEARCH,
-        f"scale search: the gradients overflow at loss scale {loss_scale:g} and are finite at 1; the largest that this batch "
-        f"takes is {found:g}; {advice}",
+        f"scale search: the gradients overflow at loss scale {loss_scale:g} and are finite at {bottom:g}; the largest that this "
+        f"batch takes is {found:g}; {advice}",
         largest_scale=found,
         limit=largest(_dtype(exam.state)),
     )
@@ -159,11 +167,12 @@ def _not_precision(exam: Exam, fp32: Replay) -> Verdict:
         text = f"bad data, not precision: {what} of sample {some(bad)} is NaN or inf"
         return Verdict(BAD_DATA, text, sample_ids=tuple(bad[:MOST_IDS]), **of_event(event))
     if outlier := _outliers(exam):
-        return replace(_bad_sample(exam, outlier, fp32), **of_event(event))
+        return replace(outlier, **of_event(event))
     ids = _samples(exam, fp32)
     rows = f" in sample {some(ids)}" if ids and 2 * len(ids) < len(_lost(exam, fp32).ids) else ""
     if event.kind == "given":
-        text = f"divergence, not precision: the {source} is already NaN or inf; lower the learning rate"
+        why = "; lower the learning rate" if source.startswith("parameter") else ""
+        text = f"divergence, not precision: the {source} is already NaN or inf{why}"
     elif event.cause is not None:
         by = f"the {source}" if event.cause.kind == "given" else place(event.cause)
         text = f"not precision, FP32 breaks too: {place(event)} makes NaN of the inf from {by}{rows}"
@@ -182,33 +191,42 @@ def _not_precision(exam: Exam, fp32: Replay) -> Verdict:
     return Verdict(DIVERGENCE, text, **of_event(event), amax=event.amax, sample_ids=ids[:MOST_IDS])
 
 
-def _bad_sample(exam: Exam, outlier: Mapping[int, float], seen: Replay) -> Verdict:
-    worst = max(outlier.values())
+def _bad_sample(outliers: Mapping[int, float], what: str) -> Verdict:
+    worst = max(outliers.values())
     return Verdict(
         BAD_DATA,
-        f"bad data, not precision: the input of sample {some(sorted(outlier))} reaches {worst:.2g}, more than {OUTLIER:g} times "
+        f"bad data, not precision: {what} of sample {some(sorted(outliers))} reaches {worst:.2g}, more than {OUTLIER:g} times "
         "the others of its batch",
-        sample_ids=tuple(sorted(outlier)),
+        sample_ids=tuple(sorted(outliers)),
         amax=worst,
     )
 
 
-def _outliers(exam: Exam) -> dict[int, float]:
-    """Samples whose inputs are larger than ``OUTLIER`` times the median of their micro-batch, and how large."""
-    found: dict[int, float] = {}
-    for batch in exam.window:
-        size = len(batch.ids)
-        reach = torch.zeros(size)
+def _outliers(exam: Exam) -> Verdict | None:
+    """Samples whose inputs or targets are larger than ``OUTLIER`` times the median of their micro-batch."""
+    for what in (INPUTS, TARGETS):
+        found: dict[int, float] = {}
+        for batch in exam.window:
+            reach = _reach_by_sample(batch.inputs if what == INPUTS else batch.targets, len(batch.ids))
+            typical = float(reach.median()) if len(reach) else 0.0
+            if len(reach) >= 3 and typical > 0:
+                large = (reach > OUTLIER * typical).nonzero()[:, 0].tolist()
+                found |= {int(batch.ids[i]): float(reach[i]) for i in large}
+        if found:
+            return _bad_sample(found, what)
+    return None
 
-        def look(t: torch.Tensor, reach: torch.Tensor = reach, size: int = size) -> None:
-            if t.is_floating_point() and t.ndim and len(t) == size and t.numel():
-                torch.maximum(reach, t.detach().reshape(size, -1).abs().amax(1).float().cpu(), out=reach)
 
-        map_tensors(batch.inputs, look)
-        typical = float(reach.median()) if size else 0.0
-        if size >= 3 and typical > 0:
-            found |= {int(batch.ids[i]): float(reach[i]) for i in (reach > OUTLIER * typical).nonzero()[:, 0].tolist()}
-    return found
+def _reach_by_sample(value: Any, size: int) -> torch.Tensor:
+    """The largest magnitude among each sample's floating-point numbers in ``value``: (size,), on the CPU."""
+    reach = torch.zeros(size)
+
+    def look(t: torch.Tensor) -> None:
+        if t.is_floating_point() and t.ndim and len(t) == size and t.numel():
+            torch.maximum(reach, t.detach().reshape(size, -1).abs().amax(1).float().cpu(), out=reach)
+
+    map_tensors(value, look)
+    return reach
 
 
 def _lost(exam: Exam, seen: Replay) -> Batch:
@@ -231,6 +249,16 @@ def _samples(exam: Exam, seen: Replay) -> tuple[int, ...]:
 # --- overflow ---------------------------------------------------------------------------------------------------------
 
 
+def _in_fp32(state: TrainState, event: Event, fp32: Replay) -> float:
+    """The largest magnitude that in FP32 is where the bad number is."""
+    kind, _, name = (event.source or "").partition(" ")
+    if kind == "parameter":  # half parameters, whose master is beyond their format
+        return float(dict(state.weights)[name].detach().abs().max())
+    if event.operation == "cast":
+        return event.amax
+    return fp32.reach.get((event.module, event.where, event.operation, event.nth), event.amax)
+
+
 def _overflow(exam: Exam, seen: Replay, fp32: Replay) -> Verdict:
     """The format is too narrow for a module: which one, by how much, and what helps."""
     event, state = seen.first, exam.state
@@ -240,8 +268,7 @@ def _overflow(exam: Exam, seen: Replay, fp32: Replay) -> Verdict:
         return Verdict(
             kind, f"overflow in the {way} pass, in {_format(state)} and not in FP32; no operation could be named"
         )
-    reach = fp32.reach.get((event.module, event.where, event.operation, event.nth), 0.0)
-    amax = event.amax if event.operation == "cast" or not reach else reach
+    amax = _in_fp32(state, event, fp32)
     limit = largest(event.dtype)
     ids = _samples(exam, seen)
     rows = f" in sample {some(ids)}" if ids and 2 * len(ids) < len(_lost(exam, seen).ids) else ""

@@ -83,6 +83,8 @@ def place(event: Event) -> str:
     name = outside.get(event.module, event.module)
     if event.module in (LOSS, INPUT) and "norm" in event.operation:
         return "the norm of the gradients"
+    if event.kind == "given":
+        return f"the {event.source}"
     return f"{name} ({event.cls}) {event.operation}" if event.cls else f"{name}, {event.operation}"
 
 
