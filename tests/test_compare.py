@@ -289,7 +289,7 @@ def test_memory_is_smaller_in_half() -> None:
 
 def test_what_was_measured_is_kept(folder) -> None:
     config = compose([*TINY, "precision=bf16"]).config
-    policies = {"bf16": Candidate(config, "abc", None)}
+    policies = {"bf16": Candidate(lambda: config, "abc", None)}
     first, notes = measured(folder, policies, [0])
     assert not notes
     assert first["bf16"]["gradients"][0]["step"] == 0
@@ -403,3 +403,24 @@ def test_an_interrupt_keeps_what_is_finished(folder) -> None:
     result = json.loads((place / "result.json").read_text())
     assert (result["status"], result["exit_code"], result["whole"]) == ("interrupted", 130, False)
     assert "have not ended" in out
+
+
+@pytest.mark.slow
+def test_every_key_of_a_comparison_acts(folder, capsys) -> None:
+    base = [*TINY, "compare.precisions=fp32,bf16", "compare.seeds=3", *FAST]
+    place = prepared(base, {"fp32": [0.972, 0.974, 0.976], "bf16": [0.969, 0.971, 0.976]})
+
+    def parity(*words: str, label: str = "bf16") -> dict[str, Any]:
+        main(["compare", *base, *words])
+        content = json.loads((place / "compare.json").read_text())
+        return {**content, **next(policy for policy in content["policies"] if policy["label"] == label)}
+
+    plain = parity()
+    assert plain["parity"]["margin"] == pytest.approx(0.01)
+    assert plain["settings"]["metric"] == "val/top1"
+    assert parity("compare.margin=0.001")["parity"]["margin"] == pytest.approx(2 * 0.002)
+    assert parity("compare.spread=10")["parity"]["margin"] == pytest.approx(10 * 0.002)
+    assert parity("compare.confidence=0.6")["parity"]["high"] < plain["parity"]["high"]
+    assert parity("compare.metric=val/loss")["parity"]["deficit"] == pytest.approx(0.002)
+    assert parity("compare.baseline=bf16", label="fp32")["parity"]["deficit"] == pytest.approx(-0.002)
+    capsys.readouterr()

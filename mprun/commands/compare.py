@@ -31,12 +31,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from mprun.commands.compare_words import Asked, read
 from mprun.compose import compose, prepare
+from mprun.config import Config
 from mprun.errors import ConfigError
 from mprun.lab.compare_markdown import as_json, markdown
 from mprun.lab.compare_text import last_lines, terminal
@@ -158,8 +160,12 @@ def _measured(asked: Asked, sweep: Sweep) -> tuple[dict[str, dict[str, Any]], li
         job = _first(asked, sweep, label)
         if job.hash:
             scale = read_result(sweep.path(job)).get("loss_scale")
-            policies[label] = Candidate(compose(job.words).config, job.hash, float(scale) if scale else None)
+            policies[label] = Candidate(partial(_config, job.words), job.hash, float(scale) if scale else None)
     return measured(sweep.folder, policies, asked.config.compare.gradient_steps)
+
+
+def _config(words: Sequence[str]) -> Config:
+    return compose(words).config
 
 
 def _first(asked: Asked, sweep: Sweep, label: str) -> Job:

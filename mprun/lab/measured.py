@@ -5,7 +5,7 @@ unless something has to be measured.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ FILE = "measured.json"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A policy to measure: its configuration for the first seed, that one's hash, and where its scale has settled there."""
+    """A policy to measure: what composes its configuration for the first seed, that one's hash, where its scale has settled."""
 
-    config: Config
+    compose: Callable[[], Config]
     hash: str
     scale: float | None
 
@@ -57,7 +57,8 @@ def measured(
         pass
     from mprun.lab.compare import gradient_errors, memory
 
-    found: dict[str, dict[str, Any]] = {name: {"memory": memory(policy.config)} for name, policy in policies.items()}
+    configs = {name: policy.compose() for name, policy in policies.items()}
+    found: dict[str, dict[str, Any]] = {name: {"memory": memory(config)} for name, config in configs.items()}
     notes = [
         f"{name}: memory is not predicted: {one['memory']['error']}"
         for name, one in found.items()
@@ -65,8 +66,8 @@ def measured(
     ]
     if steps:
         try:
-            base = next(iter(policies.values())).config
-            errors = gradient_errors(base, {name: (p.config, p.scale) for name, p in policies.items()}, steps)
+            base = next(iter(configs.values()))
+            errors = gradient_errors(base, {name: (configs[name], p.scale) for name, p in policies.items()}, steps)
             for name, states in errors.items():
                 found[name]["gradients"] = states
         except MprunError as error:
