@@ -119,7 +119,7 @@ def test_every_file_of_the_run_folder_is_in_the_glossary(tiny_run):
     listed = {name.rstrip("/") for name in table_names(page, "## The run folder")}
     found = {path.name for path in tiny_run.iterdir()}
     assert listed >= found
-    assert listed - found == {"wandb", "error.txt"}  # tracking is disabled here, and nothing went wrong
+    assert listed - found == {"wandb", "error.txt", "report.html"}  # off here, and nothing went wrong
     assert {path.name for path in (tiny_run / ".hydra").iterdir()} == {"config.yaml", "hydra.yaml", "overrides.yaml"}
     names = {re.sub(r"\d+", "<n>", path.name) for path in (tiny_run / "checkpoints").iterdir()}
     assert all(f"`{name}`" in page for name in names)

@@ -464,3 +464,18 @@ def test_a_run_writes_its_page_when_asked_and_a_later_life_makes_it_anew(tmp_pat
     assert "amax-activation" in figures(page)  # the probe's real samples
     assert main(["resume=run", "train.epochs=2", "tracking.report=false"]) == 0
     assert not (tmp_path / "run/report.html").exists()
+
+
+def test_a_peak_of_a_gradient_for_which_the_step_was_skipped_is_no_alarm_of_its_own(tmp_path):
+    made_run(tmp_path / "run", "precision=fp16_dynamic", result=ok(1.0), records=records(60))
+    huge = sample(1, scale=2.0**24)
+    huge["modules"]["head"]["activation_grad"] |= {"amax": 1.0}
+    write_probe(tmp_path / "run", [huge, sample(41)])
+    assert not any("reach" in text and "gradients" in text for _, text in said_of(read_files(tmp_path / "run")))
+    later = sample(41, scale=2.0**24)
+    later["modules"]["head"]["activation_grad"] |= {"amax": 1.0}
+    made_run(tmp_path / "other", "precision=fp16_dynamic", result=ok(1.0), records=records(60))
+    write_probe(tmp_path / "other", [sample(1), later])
+    said = [said for said in said_of(read_files(tmp_path / "other")) if "gradients reach" in said[1]]
+    assert said[0][0] == "bad"
+    assert "head: activation gradients reach 1.68e+07, times the scale 2^24, at attempt 41" in said[0][1]

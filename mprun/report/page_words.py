@@ -208,6 +208,7 @@ def _underflow(run: RunFiles, view: View, lost: Grid) -> Said:
     at = "without a loss scale" if scale == 1 else f"at scale {scale_text(scale)}"
     verb = "would underflow" if view.what_if else "underflow"
     if value < 1e-5:
+        at = at if view.what_if else "at the loss scale of the sample"
         return "good", f"In every module less than 0.001% of the activation gradients {verb} {form} {at}."
     text = f"{module or 'The model'}: {_percent(value)} of activation gradients {verb} {form} {at} (attempt {attempt})"
     others = f"; {many} modules lose 1% or more" if many > 1 else ""
@@ -223,6 +224,8 @@ def _peak(run: RunFiles, view: View, peaks: Grid, noun: str, tensor: str) -> Sai
     form = view.form(module)
     if value < LOOK_PEAK:
         return "plain", ""
+    if tensor == GRADIENT and any(record.get("attempt") == attempt for record in run.of("skip")):
+        return "plain", ""  # the step was skipped for it, and that is told already
     sample = run.probe[peaks.attempts.index(attempt)]
     scale = view.scale(sample, tensor)
     times = f", times the scale {scale_text(scale)}," if scale != 1 else ""
@@ -234,9 +237,8 @@ def _peak(run: RunFiles, view: View, peaks: Grid, noun: str, tensor: str) -> Sai
         else f"{2.0**value:.0%} of {short(form)}'s largest number, {form.max:g}"
     )
     would = " (FP16 is only a question here: the run is FP32)" if view.what_if else ""
-    return (
-        "bad" if over and not view.what_if else "warn"
-    ), f"{module or 'The model'}: {noun} reach {amax:.3g}{times} at attempt {attempt}: {then}{would}."
+    level = "bad" if over and not view.what_if else "warn"
+    return level, f"{module or 'The model'}: {noun} reach {amax:.3g}{times} at attempt {attempt}: {then}{would}."
 
 
 def _percent(value: float) -> str:

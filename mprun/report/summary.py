@@ -62,7 +62,9 @@ def where_to_look(run_dir: Path, wandb: Mapping[str, Any] | None = None) -> list
     shown = shown_path(run_dir)
     lines = [("run folder", shlex.quote(str(shown)))]
     page = run_dir / "report.html"
-    lines.append(("report", shlex.quote(str(shown / page.name)) if page.exists() else f"mprun report {shlex.quote(str(shown))}"))
+    lines.append(
+        ("report", shlex.quote(str(shown / page.name)) if page.exists() else f"mprun report {shlex.quote(str(shown))}")
+    )
     folder = run_dir / "wandb"
     if not any(folder.glob("*run-*")):
         return lines
