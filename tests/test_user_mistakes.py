@@ -414,7 +414,7 @@ def test_a_run_of_a_trillion_steps_starts_at_once(folder, capsys, word):
     code = main([*HERE, "dataset.kwargs.kind=high", "train.batch_size=2", "schedule=cosine", word])
     said = capsys.readouterr().err
     assert time.perf_counter() - begin < 20
-    assert code == 2
+    assert code == (2 if word.startswith("schedule") else 1)
     if word.startswith("schedule"):
         assert "schedule.warmup_steps" in said
     else:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from mprun.data.augment import Address
+from mprun.data.workers import alive
 from mprun.errors import MprunError
 
 Load = Callable[[Address], tuple[Tensor, Tensor]]
@@ -60,7 +61,7 @@ def load_batches(
         pin_memory=device.type == "cuda",
         generator=torch.Generator().manual_seed(0),  # without it the loader draws from the global generator
     )
-    for (address, ids), made in zip(listed, loader, strict=True):
+    for (address, ids), made in zip(listed, alive(loader), strict=True):
         if isinstance(made, MprunError):
             raise made
         images, labels = (part.to(device, non_blocking=True) for part in made)

@@ -31,6 +31,7 @@ from mprun.data.base import Batch, DataSpec, subseed
 from mprun.data.collate import Broken, Collate
 from mprun.data.sampler import Sampler
 from mprun.data.targets import check_targets
+from mprun.data.workers import alive
 from mprun.errors import ConfigError
 from mprun.signatures import import_target
 
@@ -121,7 +122,7 @@ class PythonData:
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator().manual_seed(0),  # without it the loader draws from the global generator
         )
-        for ids, made in zip(batches, loader, strict=True):
+        for ids, made in zip(batches, alive(loader), strict=True):
             inputs, targets = whole(made)
             check_targets(targets, ids, task=self.spec.task, num_classes=self.spec.num_classes, where=samples.where)
             yield Batch(move(inputs, self.device), targets.to(self.device, non_blocking=True), ids)
@@ -188,9 +189,13 @@ def build_python_data(config: Config, *, device: torch.device) -> PythonData:
         train_examples=examples,
         val_examples=len(val),
         sha256=getattr(train, "sha256", None),
+        note=_channels_note(_shape(wanted.name, inputs)),
     )
     # Of both sets one sample is looked at now, so that most mistakes are told before anything has begun.
-    for kept, first in ((samples, targets), (val_samples, _first_sample(val_samples, "val sample")[1])):
+    val_inputs, val_targets = _first_sample(val_samples, "val sample")
+    if (train_kind := _kind(inputs)) != (val_kind := _kind(val_inputs)):
+        raise ConfigError(f"{val_samples.where}: an input is {val_kind}, and in the training set {train_kind}")
+    for kept, first in ((samples, targets), (val_samples, val_targets)):
         if first.ndim != targets.ndim:
             raise ConfigError(
                 f"{kept.where}: a target has shape {tuple(first.shape[1:])}, and in the training set {tuple(targets.shape[1:])}"
@@ -209,7 +214,11 @@ def _check_sets(name: str, made: Any) -> tuple[Any, Any]:
             raise ConfigError(
                 f"dataset.name={name}: the {which} set, a {type(samples).__name__}, has no len() or no [i]"
             )
-        if len(samples) == 0:
+        try:
+            length = len(samples)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise ConfigError(f"dataset.name={name}: the len() of the {which} set fails: {error}") from error
+        if length == 0:
             raise ConfigError(f"dataset.name={name}: the {which} set is empty")
     return made[0], made[1]
 
@@ -217,6 +226,27 @@ def _check_sets(name: str, made: Any) -> tuple[Any, Any]:
 def _first_sample(samples: SeededSamples, stream: str) -> tuple[Any, Tensor]:
     """The first sample as a batch of one; its errors are told here and not from a worker process."""
     return whole(Collate(samples.where)(samples.__getitems__([(stream, 0, 0)])))
+
+
+def _kind(inputs: Any) -> str:
+    """What the inputs of two sets must have in common: which tensors, their dtypes and dimensions; sizes may differ."""
+    if isinstance(inputs, Tensor):
+        return f"{str(inputs.dtype).removeprefix('torch.')} of {inputs.ndim - 1} dimensions"
+    if isinstance(inputs, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_kind(item)}" for key, item in inputs.items()) + "}"
+    if isinstance(inputs, list | tuple):
+        return f"[{', '.join(map(_kind, inputs))}]"
+    return type(inputs).__name__
+
+
+def _channels_note(shape: tuple[int, ...]) -> str | None:
+    """A doubt about images as they come from a file: a convolution would take their rows for channels, without a word."""
+    if len(shape) != 3 or shape[2] not in (1, 3, 4) or shape[0] in (1, 3, 4):
+        return None
+    return (
+        f"inputs have shape {shape}: as images they are read channels first, {shape[0]} channels of {shape[1]} x {shape[2]} "
+        "pixels; if the channels come last, return image.permute(2, 0, 1)"
+    )
 
 
 def _shape(name: str, inputs: Any) -> tuple[int, ...]:

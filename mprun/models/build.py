@@ -104,6 +104,12 @@ def _timm(config: ModelConfig, spec: InputSpec, trust: Collection[str]) -> Any:
 def _torchvision(config: ModelConfig, spec: InputSpec, trust: Collection[str]) -> Any:
     from torchvision.models import get_model
 
+    if config.kwargs.get("aux_logits"):
+        raise ConfigError(
+            f"model.kwargs.aux_logits={config.kwargs['aux_logits']}: in training {config.name} would return several outputs, and "
+            "mprun trains one; leave it out"
+        )
+
     def make(shape: tuple[int, ...], extra: dict[str, Any]) -> nn.Module:
         follows: dict[str, Any] = {"num_classes": spec.num_classes, **_TORCHVISION_DEFAULTS.get(config.name, {})}
         if config.name.startswith("vit_"):
@@ -121,6 +127,11 @@ def _torchvision(config: ModelConfig, spec: InputSpec, trust: Collection[str]) -
 
 def _python(config: ModelConfig, spec: InputSpec, trust: Collection[str]) -> Any:
     build = import_target(config.name, trust=trust, key="model.name")
+    if isinstance(build, nn.Module) or not callable(build):
+        raise ConfigError(
+            f"model.name={config.name} is a {type(build).__name__}, not a class or function that returns a torch.nn.Module: "
+            "each run makes its own model, under its seed"
+        )
     parameters = inspect.signature(build).parameters
     follows: dict[str, Any] = {"input_shape": spec.input_shape, "num_classes": spec.num_classes}
     if len(spec.input_shape) == 3:

@@ -126,7 +126,7 @@ def fingerprint(model: nn.Module) -> str:
     """
     found = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        if parameter.layout != torch.strided or nn.parameter.is_lazy(parameter):
+        if parameter.layout != torch.strided or nn.parameter.is_lazy(parameter) or parameter.is_meta:
             continue
         found.update(f"{name} {tuple(parameter.shape)}".encode())
         values = parameter.detach().flatten()

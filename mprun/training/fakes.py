@@ -7,6 +7,7 @@ buffers are exchanged for fake ones (:func:`make_fake`).
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,7 +73,7 @@ def make_fake(model: nn.Module, device: torch.device, *, channels_last: bool) ->
 
 
 def _fake(tensor: Tensor, device: torch.device, *, channels_last: bool) -> Tensor:
-    if isinstance(tensor, nn.parameter.UninitializedParameter):
+    if nn.parameter.is_lazy(tensor) or tensor.is_meta:
         return tensor  # refused in a moment, with the right message
     new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if channels_last and tensor.ndim == 4:
@@ -112,7 +113,16 @@ def explained(name: str) -> Iterator[None]:
         DynamicOutputShapeException,
         UnsupportedOperatorException,
     ) as error:
-        raise UnpredictableError(
-            f"model.name={name} cannot be estimated from shapes alone, because what it computes depends on values "
-            f"({error}); estimate --measure takes one real step instead"
-        ) from error
+        raise _unpredictable(name, error) from error
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        # ".numpy() is not supported for tensor subclasses", and what else cannot be had from a tensor without memory.
+        if re.search(r"tensor subclass|FakeTensor|[Mm]eta (tensor|device)|data pointer", str(error)):
+            raise _unpredictable(name, error) from error
+        raise
+
+
+def _unpredictable(name: str, error: Exception) -> UnpredictableError:
+    return UnpredictableError(
+        f"model.name={name} cannot be estimated from shapes alone, because what it computes depends on values "
+        f"({str(error).strip().splitlines()[0]}); estimate --measure takes one real step instead"
+    )
