@@ -260,9 +260,24 @@ OUTSIDE: dict[str, tuple[list[str], Callable[[int, str], bool]]] = {
             lambda code, said, key=key: code == 2 and f"compare.{key}=" in said and "is about a comparison" in said,
         )
         for key, value in {
-            "precisions": "[fp32]", "baseline": "bf16", "seeds": "2", "metric": "val/loss", "margin": "0.1", "spread": "1",
-            "confidence": "0.9", "gradient_steps": "[0]", "strict": "true",
+            "precisions": "[fp32]",
+            "baseline": "bf16",
+            "seeds": "2",
+            "metric": "val/loss",
+            "margin": "0.1",
+            "spread": "1",
+            "confidence": "0.9",
+            "gradient_steps": "[0]",
+            "strict": "true",
         }.items()
+    },
+    # What they do is a matter of tests/test_search.py.
+    **{
+        f"search.{key}": (
+            [f"search.{key}=7"],
+            lambda code, said, key=key: code == 2 and f"search.{key}=7 is about a search" in said,
+        )
+        for key in ("budget", "tolerance", "steps")
     },
     # What they do is a matter of tests/test_diagnose.py.
     **{
