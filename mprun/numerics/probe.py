@@ -215,7 +215,7 @@ class Probe:
         end = torch.cat([self._end, self._end.new_zeros(PACKED - len(self._end))])
         table = torch.stack([end, *self._rows]).cpu()
         step, scale, applied = table[0, :3].tolist()
-        found = [unpack(row) for row in table[1:].tolist()]
+        found = [unpack(row) for row in table[1:]]
         modules = {
             path: {
                 name: merged([found[row] for row in rows])
