@@ -178,6 +178,9 @@ def test_one_seed_decides_nothing_but_a_breakdown_and_a_collapse() -> None:
     one = judge({0: 0.9}, {0: 0.7}, higher=True, floor=0.01, chance=0.1)
     assert (one.outcome, one.seeds_needed) == (UNDECIDED, 2)
     assert judge({0: 0.9}, {0: 0.105}, higher=True, floor=0.01, chance=0.1).outcome == FAIL
+    assert judge({0: 0.9}, {0: 0.17}, higher=True, floor=0.01, chance=0.1).outcome == FAIL
+    assert judge({0: 0.9}, {0: 0.19}, higher=True, floor=0.01, chance=0.1).outcome == UNDECIDED
+    assert judge({0: 0.6}, {0: 2.2}, higher=False, floor=0.01, chance=math.log(10)).outcome == FAIL
     broke = judge({0: 0.9}, {0: math.nan}, higher=True, floor=0.01, chance=0.1)
     assert broke.outcome == FAIL
     assert "seed 0 broke down" in broke.reason

@@ -120,7 +120,7 @@ def _compare(asked: Asked, sweep: Sweep, begun: float) -> int:
     width = asked.config.sweep.jobs
     count = len(sweep.jobs)
     print(
-        f"comparison of {len(asked.policies)} policies over {len(asked.seeds)} seeds, {count} runs, in {shown_path(sweep.folder)}"
+        f"comparison of {len(asked.policies)} policies over {len(asked.seeds)} seed{'s' * (len(asked.seeds) != 1)}, {count} runs, in {shown_path(sweep.folder)}"
     )
     if width > 1:
         print(

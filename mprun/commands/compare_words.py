@@ -48,7 +48,9 @@ def read(words: Sequence[str]) -> Asked:
     own = [word for word in listed if key_of(word).startswith("compare.")]
     base = [word for word in listed if word not in own]
     _refuse_words(base)
-    config = compose([*base, *own]).config
+    # Every policy is composed for itself later. What goes for all of them must not be refused for the default one, which may not
+    # be among them: FP32 takes every loss scale.
+    config = compose([*base, "precision=fp32", *own]).config
     asked = config.compare
     policies = _policies(asked.precisions)
     if asked.baseline not in policies:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from mprun.lab.compare_text import columns, decibels
+from mprun.lab.compare_text import columns, decibels, seeds_text
 from mprun.lab.comparison import Comparison, PolicyResult
 from mprun.lab.words import points
 from mprun.numerics.parity import higher_is_better
@@ -44,7 +44,7 @@ def test_text(found: Comparison) -> str:
     floor = points(float(s["floor"]), found.metric)
     name = "points" if higher_is_better(found.metric) else found.metric
     return (
-        f"Non-inferiority of the final `{found.metric}` over {len(found.seeds)} seeds. The margin is {floor} {name}, or "
+        f"Non-inferiority of the final `{found.metric}` over {seeds_text(found)}. The margin is {floor} {name}, or "
         f"{s['spread']:g} standard deviations of the baseline's own seeds where those are more. A policy passes where the upper "
         f"{100 - 100 * error:g} % bound of its deficit is within the margin (over the two groups of seeds, Welch, or over pairs "
         f"of one seed, which share the error 4 to 1). It fails where the deficit is above the margin and its lower "

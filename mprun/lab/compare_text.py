@@ -74,7 +74,7 @@ def columns(found: Comparison) -> list[Column]:
         ),
         column("curve gap", curve_text),
         column("gradients", lambda p: decibels(p.gradient_db)),
-        column("skips", lambda p: f"{p.skips:,}" if p.steps else ""),
+        column("skips", lambda p: f"{p.skips:,}" if p.steps or p.skips else ""),
         column("scale", lambda p: "" if p.scale is None else scale_text(p.scale)),
         column("step", lambda p: _ratio(p.step_ms, p.step_ratio, p is base)),
         column("examples/s", lambda p: count_text(p.examples_per_s) if math.isfinite(p.examples_per_s) else ""),
@@ -82,6 +82,11 @@ def columns(found: Comparison) -> list[Column]:
         column("ended", _ended),
     ]
     return [one for one in all_columns if any(one.cells) and not (one.heading == "ended" and not any(one.cells))]
+
+
+def seeds_text(found: Comparison) -> str:
+    """``3 seeds``."""
+    return f"{len(found.seeds)} seed{'s' * (len(found.seeds) != 1)}"
 
 
 def _better(found: Comparison) -> int:
@@ -210,7 +215,7 @@ def last_lines(found: Comparison) -> list[str]:
     parts = [f"{verdicts.count(word)} {name}" for word, name in ((PASS, "passed"), (FAIL, "failed"), (UNDECIDED, "UNDECIDED"))
              if word in verdicts]  # fmt: skip
     folder = shlex.quote(str(shown_path(found.folder)))
-    said = [f"parity with {found.baseline} in {found.metric} over {len(found.seeds)} seeds: {', '.join(parts)}"]
+    said = [f"parity with {found.baseline} in {found.metric} over {seeds_text(found)}: {', '.join(parts)}"]
     if UNDECIDED in verdicts:
         said.append("undecided is no pass: the seeds are too few to tell; compare.strict=true makes it exit status 1")
     return [*said, f"comparison     {folder}/compare.html (also .md, .json)", f"runs           mprun table {folder}"]

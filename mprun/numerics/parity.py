@@ -41,8 +41,9 @@ TOP1_FLOOR, LOSS_FLOOR_FRAC = 0.01, 0.01  # one point of top-1; one percent of t
 SPREAD_FACTOR, CONFIDENCE = 2.0, 0.95
 # The part of the error that is spent on pairs.
 PAIRS_SHARE = 0.2
-# A collapse to chance needs no test: where the baseline is this many margins better than chance, and the candidate not one.
-COLLAPSE_MARGINS = 4.0
+# A collapse to chance needs no test: where the baseline is this many margins better than chance, and the candidate keeps less
+# than this part of that, or less than a margin. (What is not exactly chance: a model that only knows how frequent classes are.)
+COLLAPSE_MARGINS, COLLAPSE_FRAC = 4.0, 0.1
 MOST_SEEDS = 100
 
 
@@ -229,6 +230,6 @@ def judge(
     if ours <= found.margin:
         reason = "the baseline itself is no better than chance: nothing can be said of parity"
         return replace(found, outcome=UNDECIDED, reason=reason, seeds_needed=None)
-    if other <= found.margin and ours > COLLAPSE_MARGINS * found.margin:
-        return replace(found, outcome=FAIL, reason="no better than chance, and the baseline is", seeds_needed=None)
+    if ours > COLLAPSE_MARGINS * found.margin and other <= max(found.margin, COLLAPSE_FRAC * ours):
+        return replace(found, outcome=FAIL, reason="hardly better than chance, and the baseline is", seeds_needed=None)
     return found
