@@ -66,8 +66,8 @@ def test_scale_search(make_state, init):
     verdict = verdict_of(state, [toy_batch(0.0, 1.5)])
     assert (verdict.kind, verdict.largest_scale) == ("scale_search", 2.0**13)
     assert verdict.message == (
-        f"scale search: the gradients overflow at loss scale {init:g} and are finite at 1; the largest that this batch takes is "
-        "8192; nothing to do"
+        f"scale search: the gradients overflow at loss scale {'65536' if init < 2**20 else '2^24'} and are finite at 1; "
+        "the largest that this batch takes is 8192; nothing to do"
     )
     assert verdict.replays <= 2 + math.ceil(math.log2(math.log2(init)))
     assert run_again(state, [toy_batch(0.0, 1.5)], scale=2.0**13).finite
@@ -81,6 +81,14 @@ def test_scale_search_of_a_static_scale_and_of_a_floor_says_what_to_set(make_sta
     assert "set precision.loss_scale.init=8192, or precision.loss_scale.kind=dynamic" in verdict.message
     verdict = verdict_of(make_state(toy(1.0), **{**keys, "precision.loss_scale.min": 2.0**15}), window)
     assert "lower precision.loss_scale.min=32768, which is above it" in verdict.message
+
+
+def test_what_is_to_be_set_is_exact(make_state):
+    """%g would write 4.1943e+06, which is another number."""
+    keys = {**FP16, **SGD, **REGRESSION, "precision.loss_scale.kind": "static", "precision.loss_scale.init": 2.0**24}
+    verdict = verdict_of(make_state(toy(1.0), **keys), [toy_batch(1 - 2.0**-6, 0.99)])
+    assert verdict.largest_scale == 2.0**22
+    assert "set precision.loss_scale.init=4194304, or" in verdict.message
 
 
 def test_factor_of_the_rule_decides_which_scales_are_reached(make_state):
@@ -321,7 +329,7 @@ def test_gradients_that_need_a_scale_below_one(make_state):
     verdict = verdict_of(make_state(net, **keys), window)
     assert (verdict.kind, verdict.largest_scale) == ("scale_search", 2.0**-6)
     assert verdict.message.endswith(
-        "the largest that this batch takes is 0.015625; lower precision.loss_scale.min=1, which is above it"
+        "the largest that this batch takes is 2^-6; lower precision.loss_scale.min=1, which is above it"
     )
 
 

@@ -43,10 +43,12 @@ from mprun.training.verdict import (
     SHORT,
     UNREPRODUCED,
     Verdict,
+    exact,
     largest,
     of_event,
     place,
     reaches,
+    scale_words,
     some,
 )
 
@@ -137,15 +139,15 @@ def _scale_search(exam: Exam, loss_scale: float, bottom: float, *, stops: bool) 
     found = max(loss_scale * factor**high, bottom)
     advice = "nothing to do"
     if stops:
-        advice = f"set precision.loss_scale.init={found:g}, or a larger precision.loss_scale.patience"
+        advice = f"set precision.loss_scale.init={exact(found)}, or a larger precision.loss_scale.patience"
     if rule.kind != "dynamic":
-        advice = f"set precision.loss_scale.init={found:g}, or precision.loss_scale.kind=dynamic"
+        advice = f"set precision.loss_scale.init={exact(found)}, or precision.loss_scale.kind=dynamic"
     elif found < rule.min:
-        advice = f"lower precision.loss_scale.min={rule.min:g}, which is above it"
+        advice = f"lower precision.loss_scale.min={exact(rule.min)}, which is above it"
     return Verdict(
         SCALE_SEARCH,
-        f"scale search: the gradients overflow at loss scale {loss_scale:g} and are finite at {bottom:g}; the largest that this "
-        f"batch takes is {found:g}; {advice}",
+        f"scale search: the gradients overflow at loss scale {scale_words(loss_scale)} and are finite at {scale_words(bottom)}; "
+        f"the largest that this batch takes is {scale_words(found)}; {advice}",
         largest_scale=found,
         limit=largest(_dtype(exam.state)),
     )

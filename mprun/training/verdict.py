@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -101,6 +102,17 @@ def reaches(event: Event, amax: float, limit: float) -> str:
 def times(factor: float) -> str:
     """``1.8x``."""
     return f"{factor:.1f}x" if factor < 100 else f"{factor:.2g}x"
+
+
+def exact(x: float) -> str:
+    """A number as the command line takes it, to the last digit."""
+    return str(int(x)) if x == int(x) else repr(x)
+
+
+def scale_words(x: float) -> str:
+    """A loss scale for people: ``2^24``, ``65536``, ``0.5``."""
+    mantissa, exponent = math.frexp(x)
+    return f"2^{exponent - 1}" if mantissa == 0.5 and not -4 < exponent < 18 else f"{x:g}"
 
 
 def rules_text(rules: Sequence[str]) -> str:
