@@ -342,6 +342,7 @@ def test_the_table_fits(width, capsys, monkeypatch):
     ("words", "said"),
     [
         (["precision=fp32"], "computes in float32 already"),
+        (["precision=bf16_pure"], "keeps no FP32 weights"),
         (["-m", "precision=fp16_dynamic"], "does not know -m"),
         (["precision=fp16_dynamic", "search.budget=0"], "search.budget"),
         (["precision=fp16_dynamic", "search.tolerance=0"], "search.tolerance"),

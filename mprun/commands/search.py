@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mprun.compose import Composed, compose
-from mprun.config import Config, DType, ScaleKind
+from mprun.config import Config, DType, Mode, ScaleKind
 from mprun.config_check import to_plain
 from mprun.errors import CheckpointError, ConfigError
 from mprun.runs import OUTPUTS, slug
@@ -54,6 +54,11 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError(
             f"search precision={config.precision.name}: it computes in float32 already; "
             "name a half policy, such as precision=fp16_dynamic or precision=bf16"
+        )
+    if config.precision.mode is Mode.pure:
+        raise ConfigError(
+            f"search precision={config.precision.name}: precision.mode=pure keeps no FP32 weights, so every module that learns "
+            "would have to be FP32; search for precision.mode=master or autocast instead, as in precision=bf16_master"
         )
     if config.resume is not None:
         raise ConfigError(
@@ -109,8 +114,8 @@ class Line:
         return self._tell
 
     def _tell(self, items: tuple[str, ...], passes: bool, tests: int, best: tuple[str, ...] | None) -> None:
-        size = "none yet" if best is None else f"{len(best)} module{'s' * (len(best) != 1)}"
-        text = f"sets {tests}/{self.budget}, best {size}; {len(items)} in FP32 {'pass' if passes else 'fail'}"
+        size = "no set passes yet" if best is None else f"the best has {len(best)} module{'s' * (len(best) != 1)}"
+        text = f"set {tests} of at most {self.budget}: {len(items)} in FP32 {'pass' if passes else 'fail'}; {size}"
         if self.live:
             self._write(text)
         elif best != self.best:

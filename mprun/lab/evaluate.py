@@ -38,6 +38,7 @@ from mprun.lab.reference import Reference, SavedState, windows
 from mprun.lab.replay import Replay
 from mprun.lab.rounding import rounded_borders
 from mprun.numerics.formats import FORMATS
+from mprun.report.summary import scale_text
 from mprun.training.blame import dtype_trouble
 from mprun.training.state import TrainState
 
@@ -105,7 +106,7 @@ class Evaluation:
         if worst.finite == "loss":
             return f"the loss is {worst.loss} at {at}"
         if worst.finite == "gradients":
-            return f"gradients are not finite at {at}, loss scale {worst.loss_scale:g}"
+            return f"gradients are not finite at {at}, loss scale {scale_text(worst.loss_scale)}"
         if worst.finite != "yes":
             return worst.finite.splitlines()[0]
         error = worst.errors.get(worst.worst or "", 0.0)

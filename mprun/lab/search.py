@@ -33,6 +33,7 @@ from mprun.lab.local import ModuleError, local_errors
 from mprun.lab.reference import Curve, Reference, reference
 from mprun.numerics.formats import FORMATS
 from mprun.numerics.parity import curve_gap
+from mprun.report.summary import scale_text
 from mprun.training.build import device_of, switches
 
 SEEDS = 2  # further seeds of FP32 that say how far curves lie apart by chance
@@ -265,9 +266,10 @@ def _cured_by_scale(s: Searching) -> Found | None:
     if not _passes(s, (), scale):
         return None
     kind, used = s.config.precision.loss_scale.kind, first.states[-1].loss_scale
-    at = "without a loss scale" if kind is ScaleKind.none else f"at loss scale {used:g}"
-    interval = f"{scales[0]:g} to {scales[-1]:g}"
-    message = f"{first.why} {at}; with loss scales from {interval} no module needs FP32: the scale is the cause"
+    at = " without a loss scale" if kind is ScaleKind.none else f" at loss scale {scale_text(used)}"
+    at = "" if "loss scale" in first.why else at
+    interval = f"{scale_text(scales[0])} to {scale_text(scales[-1])}"
+    message = f"{first.why}{at}; with loss scales from {interval} no module needs FP32: the scale is the cause"
     cause = Cause("scale", message, {"passing_scales": [scales[0], scales[-1]], "loss_scale": used})
     tests = s.trials.count if s.trials else 0
     return Found("none", None, cause=cause, loss_scale=scale, tests=tests)
