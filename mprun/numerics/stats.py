@@ -272,6 +272,8 @@ def stats(tensor: Tensor, factor: Tensor | float | None = None) -> Stats:
 def merged(parts: Sequence[Stats]) -> Stats:
     """Several :class:`Stats` taken together."""
     parts = [part for part in parts if part.count]
+    if len(parts) == 1:
+        return parts[0]
     if not parts:
         return Stats(0, 0, 0, 0.0, 0.0, 0, ())
     low = min((part.low for part in parts if part.bins), default=0)

@@ -102,7 +102,7 @@ class JsonlSink(Sink):
         try:
             if self._probe is None:
                 self._probe = path.open("ab")
-            self._probe.write((json.dumps(json_ready(sample), allow_nan=False) + "\n").encode())
+            self._probe.write((_quick(sample) + "\n").encode())
             self._probe.flush()
         except OSError as error:
             self._abandon()
@@ -134,6 +134,14 @@ def read_metrics(path: Path, *, effective: bool = False) -> list[Record]:
     path = path / METRICS_FILE if path.is_dir() else path
     records, _ = _parse(path)
     return _effective(records) if effective else records
+
+
+def _quick(sample: Record) -> str:
+    """JSON of many numbers, almost always finite ones: to look at each of them first takes longer than to write them."""
+    try:
+        return json.dumps(sample, allow_nan=False)
+    except (TypeError, ValueError):
+        return json.dumps(json_ready(sample), allow_nan=False)
 
 
 def read_probe(run_dir: Path, *, effective: bool = False) -> list[Record]:
