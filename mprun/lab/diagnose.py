@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mprun.config import Config
 from mprun.data.base import Batch
+from mprun.errors import PrecisionError
 from mprun.lab.advice import SCALES, SHORT, Modules, Parity, loss_parity, power
 from mprun.lab.borders import watched_step
 from mprun.lab.propose import Measured, Proposal, cure, policy, propose
@@ -116,7 +117,10 @@ def measure(config: Config) -> Measured:
 
 def _proposed(measured: Measured, config: Config, dtype: str, say: Say) -> Proposal:
     say(f"{SHORT[dtype]}: what would be half, how large it gets, and what each module does to it")
-    return propose(measured, config, dtype)
+    try:
+        return propose(measured, config, dtype)
+    except PrecisionError as error:  # a device that does not compute in it
+        return Proposal(dtype, failed=" ".join(str(error).split()))
 
 
 def _try(measured: Measured, config: Config, found: Proposal, say: Say) -> None:

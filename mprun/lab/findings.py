@@ -11,7 +11,7 @@ from mprun.config import Config
 from mprun.config_check import to_plain
 from mprun.lab.advice import SHORT, ModuleLoss, power
 from mprun.lab.diagnose import Diagnosis, Trial
-from mprun.lab.local import ModuleError, rounding_db
+from mprun.lab.module_error import ModuleError, rounding_db
 from mprun.lab.propose import Proposal, policy, with_rules
 from mprun.numerics.formats import FORMATS
 
@@ -180,7 +180,7 @@ def recommended(config: Config, found: Diagnosis, *, static: bool = False) -> st
     steps = len(measured.reference.losses) if measured else 0
     trial = next((t for t in chosen.trials if t.kind in (kind, "none")), None)
     lines = [
-        f"# {SHORT[chosen.dtype]}: {found.reason}.",
+        f"# {' '.join(found.reason.split())}.",
         f"# Measured on {steps} FP32 steps of {config.name}, seed {config.seed}, by mprun diagnose.",
     ]
     if trial is not None:
@@ -192,7 +192,10 @@ def recommended(config: Config, found: Diagnosis, *, static: bool = False) -> st
     rules = plain.pop("fp32_modules")
     lines += [f"{key}: {_yaml(value)}" for key, value in plain.items()]
     lines += ["fp32_modules:" + ("" if rules else " []")]
-    lines += [f"  - {_yaml(rule)}" + (f"  # {chosen.rules[rule]}" if rule in chosen.rules else "") for rule in rules]
+    lines += [
+        f"  - {_yaml(rule)}" + (f"  # {' '.join(chosen.rules[rule].split())}" if rule in chosen.rules else "")
+        for rule in rules
+    ]
     notes = {}
     if chosen.scaled:
         safe = f"safe: {power(chosen.interval.low)} to {power(chosen.interval.high)}"

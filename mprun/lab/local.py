@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mprun.config import Config
 from mprun.lab.calls import Call, arrivals, floats, record
+from mprun.lab.module_error import BEYOND_DB, ModuleError, least_gradient_db, rounding_db, why_of
 from mprun.lab.reference import Reference, SavedState, lab_config, undisturbed
 from mprun.numerics.formats import FORMATS, Format
 from mprun.numerics.parity import energy_db
@@ -38,47 +38,9 @@ from mprun.training.build import build, switches
 from mprun.training.env import restore_rng
 from mprun.training.state import TrainState
 
-# How far below what one rounding leaves (:func:`rounding_db`) a module is no longer explained by rounding. Sums that cancel cost
-# some 10 dB, an input of 3 digits less than the format has 20. A gradient loses more: the slope of a ReLU or a maximum jumps, so
-# that the few elements which rounding moves across the edge are wrong altogether (25 dB in a residual block in FP16).
-BEYOND_DB, GRADIENT_BEYOND_DB = 45.0, 65.0
-# Below this hardly anything is left of a gradient, in any format.
-LEAST_GRADIENT_DB = 3.0
+__all__ = ["ModuleError", "local_errors", "with_owners"]
+
 NEVER_OWN = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-
-@dataclass(frozen=True)
-class ModuleError:
-    """What a module does to numbers under a policy, worst over the states.
-
-    Attributes:
-        path: dotted path, empty for the model itself.
-        cls: name of its class.
-        forward_sqnr_db: of its outputs; inf without an error.
-        grad_sqnr_db: of the gradients of its inputs or of its parameters, whichever is worse.
-        nonfinite: what became inf or NaN though it is finite in FP32: ``input`` (by the cast), ``output``, ``gradient``; or
-            ``error``: the module raised. Empty for nothing.
-        own: it is :attr:`beyond` rounding and nothing inside it is: its own operation is the culprit.
-        beyond: it is wrong by far more than rounding explains, or not finite.
-        why: one line.
-        input_amax: largest magnitude that it is given in FP32; ``output_amax`` likewise.
-    """
-
-    path: str
-    cls: str
-    forward_sqnr_db: float
-    grad_sqnr_db: float
-    nonfinite: str
-    own: bool
-    beyond: bool
-    why: str
-    input_amax: float
-    output_amax: float
-
-
-def rounding_db(form: Format) -> float:
-    """SQNR of numbers that were rounded to ``form`` once, the error being uniform within half an ulp at 1.5 or so."""
-    return 20 * math.log10(1 / form.eps) + 10.8
 
 
 def local_errors(reference: Reference, config: Config, states: Sequence[SavedState]) -> list[ModuleError]:
@@ -277,8 +239,8 @@ def _judge(
         nonfinite = nonfinite or _nonfinite(exact, rounded)
     into = max((_amax(exact.inputs) for exact, _ in pairs), default=0.0)
     out = max((_amax(exact.outputs) for exact, _ in pairs), default=0.0)
-    beyond = bool(nonfinite) or forward < rounding_db(form) - BEYOND_DB or backward < _least_gradient(form)
-    why = _why(nonfinite, error, forward, backward, into, out, form, scale)
+    beyond = bool(nonfinite) or forward < rounding_db(form) - BEYOND_DB or backward < least_gradient_db(form)
+    why = why_of(nonfinite, error, forward, backward, into, out, form, scale)
     return ModuleError(path, type(module).__name__, forward, backward, nonfinite, False, beyond, why, into, out)
 
 
@@ -311,33 +273,3 @@ def _nonfinite(exact: _Result, rounded: _Result) -> str:
 def _amax(tensors: Sequence[Tensor]) -> float:
     finite = (torch.where(t.isfinite(), t, 0).abs() for t in tensors if t.numel())
     return max((float(t.amax()) for t in finite), default=0.0)
-
-
-def _why(
-    nonfinite: str, error: str, forward: float, backward: float, into: float, out: float, form: Format, scale: float
-) -> str:
-    name: Any = {"float16": "FP16", "bfloat16": "BF16"}.get(form.name, form.name)
-    if nonfinite == "error":
-        return f"it raises: {error}"
-    for what, amax in (("input", into), ("output", out)):
-        if nonfinite in ("input", "output") and amax >= form.overflow:
-            return f"{what} reaches {amax:.2g}, {amax / form.max:.2g} times {name}'s largest number"
-    if nonfinite == "output":
-        return f"an operation inside it overflows {name}: inputs reach {into:.2g}, outputs {out:.2g} in FP32"
-    if nonfinite == "gradient":
-        return f"its gradients times {scale:g} overflow {name}"
-    if forward < rounding_db(form) - BEYOND_DB:
-        return (
-            f"its output is wrong in {name}: {_db(forward)} of {rounding_db(form):.0f} dB, with inputs up to {into:.2g}"
-        )
-    if backward >= _least_gradient(form):
-        return ""
-    return f"its gradients are wrong in {name} at scale {scale:g}: {_db(backward)} of {rounding_db(form):.0f} dB"
-
-
-def _least_gradient(form: Format) -> float:
-    return max(rounding_db(form) - GRADIENT_BEYOND_DB, LEAST_GRADIENT_DB)
-
-
-def _db(value: float) -> str:
-    return f"{value:.0f} dB" if math.isfinite(value) else "no signal left"

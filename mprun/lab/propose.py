@@ -35,7 +35,8 @@ from mprun.lab.advice import (
     scale_rows,
 )
 from mprun.lab.halves import Look, Overflow, peak, settled
-from mprun.lab.local import ModuleError, local_errors
+from mprun.lab.local import local_errors
+from mprun.lab.module_error import ModuleError
 from mprun.lab.reference import Reference
 from mprun.lab.replay import Replay
 from mprun.numerics.formats import FORMATS
@@ -137,6 +138,7 @@ def propose(measured: Measured, config: Config, dtype: str) -> Proposal:
     for _ in range(ROUNDS):
         looks = cure(replay, measured, config, found)
         if found.failed:
+            found.errors = found.errors or errors_of(measured, config, found, {})
             return found
         find_scale(replay, measured, found, looks)
         if found.scaled and found.interval.empty:
@@ -145,8 +147,9 @@ def propose(measured: Measured, config: Config, dtype: str) -> Proposal:
                 break
             found.rules |= new
             continue
-        errors = errors_of(measured, config, found)
-        found.errors = found.errors or errors
+        errors = errors_of(measured, config, found, found.rules)
+        if not found.errors:
+            found.errors = errors_of(measured, config, found, {}) if found.rules else errors
         new = {error.path: error.why for error in errors if error.own and error.path not in found.rules}
         new.pop("", None)  # what the errors of all modules add up to is for the run beside FP32 to say
         if not new:
@@ -157,9 +160,9 @@ def propose(measured: Measured, config: Config, dtype: str) -> Proposal:
     return found
 
 
-def errors_of(measured: Measured, config: Config, found: Proposal) -> list[ModuleError]:
-    """The local errors under the proposal as it stands."""
-    tried = with_rules(policy(config, found.dtype, init=found.static), found.rules)
+def errors_of(measured: Measured, config: Config, found: Proposal, rules: Mapping[str, str]) -> list[ModuleError]:
+    """The local errors under the proposal, with ``rules`` and at its scale."""
+    tried = with_rules(policy(config, found.dtype, init=found.static or 1.0), rules)
     return local_errors(measured.reference, tried, measured.reference.states)
 
 
@@ -179,7 +182,7 @@ def cure(replay: Replay, measured: Measured, config: Config, found: Proposal) ->
                     break
         last, before = looks[-1], dict(found.rules)
         if last.error:
-            errors = errors_of(measured, config, found)
+            errors = errors_of(measured, config, found, found.rules)
             found.rules |= {e.path: e.why for e in errors if e.path and e.own and e.nonfinite == "error"}
         elif last.overflows:
             bad = last.overflows[0]

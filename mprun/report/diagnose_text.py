@@ -115,7 +115,10 @@ def _scale_line(row: Mapping[str, Any], low: float, high: float, scale: Mapping[
 def _trials(console: Console, result: Mapping[str, Any]) -> None:
     """What was recommended and why, and every verification run."""
     recommended, reason = result.get("recommended"), result.get("reason")
-    head = Text("recommended  ", style="bold")
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    head = Text()
     if recommended:
         head.append(NAMES[recommended["dtype"]], style="bold green")
         if scale := recommended.get("loss_scale"):
@@ -125,19 +128,18 @@ def _trials(console: Console, result: Mapping[str, Any]) -> None:
             head.append(f"; in FP32: {', '.join(modules)}")
     else:
         head.append("FP32", style="bold red")
-    console.print(head)
+    grid.add_row("recommended", head)
     if reason:
-        console.print(Text("because      ", style="bold") + Text(str(reason)))
+        grid.add_row("because", Text(str(reason)))
     for dtype, name in NAMES.items():
         for trial in (result.get(dtype) or {}).get("trials", ()):
             scale = "" if trial["kind"] == "none" else f" {trial['kind']} {_power(trial['init'])}"
-            line = Text(f"{'tried':<13}", style="bold") + Text(
-                f"{name}{scale}: {trial['steps']} steps, {trial['skips']} skipped, "
-            )
+            line = Text(f"{name}{scale}: {trial['steps']} steps, {trial['skips']} skipped, ")
             if isinstance(trial["loss_gap"], float) and math.isfinite(trial["loss_gap"]):
                 line.append(f"loss {trial['loss_gap']:+.2g} against FP32 (allowed {trial['allowed_gap']:.2g})")
             line.append("  ok" if trial["ok"] else "  fails", style="green" if trial["ok"] else "red")
-            console.print(line)
+            grid.add_row("tried", line)
+    console.print(grid)
 
 
 def _power(scale: float) -> str:
