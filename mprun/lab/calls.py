@@ -73,7 +73,7 @@ def record(state: TrainState, window: Sequence[Batch]) -> dict[str, list[Call]]:
         for index, tensor in enumerate(floats(output)):
             call.output_grads.append(None)
             if tensor.requires_grad:
-                tensor.register_hook(_keeper(call, index))
+                tensor.register_hook(_keeper(call, index))  # type: ignore[no-untyped-call]
 
     buffers = state.start_window()
     try:
