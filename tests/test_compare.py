@@ -252,6 +252,28 @@ def test_what_is_shown(folder) -> None:
     assert [decibels(value) for value in (math.inf, -math.inf, math.nan, 3.4)] == ["exact", "not finite", "", "3 dB"]
 
 
+def test_a_run_says_how_it_began_and_a_resumed_one_keeps_it(folder, capsys) -> None:
+    def began(*words: str) -> dict[str, Any]:
+        assert main(["train", *words]) == 0
+        return dict(json.loads((folder / "outputs/latest/env.json").read_text())["start"])
+
+    words = [*TINY, "precision=bf16_pure", "train.checkpoint_every=4"]
+    first = began(*words)
+    assert len(first["parameters"]) == len(first["first_batch"]) == 12
+    assert first["num_classes"] == 10
+    assert began(*TINY, "precision=fp32") == first
+    other = began(*words, "seed=1")
+    assert other["parameters"] != first["parameters"]
+    assert other["first_batch"] != first["first_batch"]
+    assert began("resume=latest", "train.steps=12") == other
+
+
+def test_trust_is_not_kept_in_the_folder() -> None:
+    asked = read([*TINY, "trust=[tests]", "compare.precisions=fp32,bf16"])
+    assert "trust=[tests]" in asked.base
+    assert not any("trust" in word for word in asked.again)
+
+
 # --- what is measured ---------------------------------------------------------------------------------------------------
 
 

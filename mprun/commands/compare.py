@@ -119,9 +119,7 @@ def _compare(asked: Asked, sweep: Sweep, begun: float) -> int:
     """Run what is missing, measure, judge, write and print. Returns the exit status."""
     width = asked.config.sweep.jobs
     count = len(sweep.jobs)
-    print(
-        f"comparison of {len(asked.policies)} policies over {len(asked.seeds)} seed{'s' * (len(asked.seeds) != 1)}, {count} runs, in {shown_path(sweep.folder)}"
-    )
+    print(f"comparison of {len(asked.policies)} policies, {count} runs, in {shown_path(sweep.folder)}", flush=True)
     if width > 1:
         print(
             f"{width} at once, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS') or max(1, cores() // width)} each",

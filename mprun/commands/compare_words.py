@@ -26,7 +26,7 @@ class Asked:
         metric: by which is judged.
         base: words of every run.
         own: words of the comparison itself.
-        again: all words that ask for the same.
+        again: all words that ask for the same, as far as a folder may say them.
     """
 
     config: Config
@@ -64,7 +64,8 @@ def read(words: Sequence[str]) -> Asked:
     if isinstance(asked.seeds, list) and any(key_of(word) == "seed" for word in base):
         raise ConfigError("seed= and a list of compare.seeds: one of them says which seeds are run")
     runs = [word for word in base if key_of(word) != "seed" and not key_of(word).startswith("sweep")]
-    again = (*recorded(prepare(base)), *own)
+    # Without trust, which only the command line of the day gives: a folder may come from a stranger.
+    again = (*recorded(prepare([word for word in base if key_of(word) != "trust"])), *own)
     return Asked(config, policies, tuple(seeds), _metric(config), recorded(prepare(runs)), tuple(own), again)
 
 
