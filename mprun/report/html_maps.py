@@ -10,6 +10,7 @@ import numpy as np
 
 from mprun.numerics.formats import Format
 from mprun.report.curves import Array
+from mprun.report.draw_html import escaped
 from mprun.report.html_figures import Figure, axis, layout
 from mprun.report.palette import GREY
 from mprun.report.probe_view import Grid
@@ -74,13 +75,13 @@ def _map(
     places = sorted({round(index) for index in np.linspace(0, count - 1, min(count, 7)).tolist()})
     data = {
         "type": "heatmap", "x": list(range(count)), "y": list(range(len(grid.modules))), "z": shown.tolist(),
-        "customdata": [[[name or "(model)", attempt, cell] for attempt, cell in zip(grid.attempts, row, strict=True)]
+        "customdata": [[[escaped(name or "(model)"), attempt, cell] for attempt, cell in zip(grid.attempts, row, strict=True)]
                        for name, row in zip(grid.modules, text, strict=True)],
         "zmin": limits[0], "zmax": limits[1], "colorscale": ramp, "xgap": 1 if count <= 80 else 0, "ygap": 1,
         "hovertemplate": "<b>%{customdata[0]}</b><br>" + place + " %{customdata[1]}: %{customdata[2]}<extra></extra>",
         "colorbar": {"thickness": 12, "outlinewidth": 0, "tickfont": {"size": 10, "color": GREY}, "len": 1, "y": 0.5, **bar},
     }  # fmt: skip
-    names = [_shortened(name or "(model)") for name in grid.modules]
+    names = [escaped(_shortened(name or "(model)")) for name in grid.modules]
     height = max(90 + ROW_PX * len(names), 230)
     return {
         "data": [data],

@@ -196,7 +196,9 @@ def findings(result: Mapping[str, Any]) -> list[str | Plot]:
         if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
             parts += [f"<h3>{escape(key.replace('_', ' '))}</h3>", _alike(value)]
         elif isinstance(value, Mapping):
-            facts += [[f"{key}.{name}", _text(item)] for name, item in flatten(value).items()]
+            facts += [
+                [f"{key}.{name}", _text(item)] for name, item in flatten(value).items() if item not in (None, "", [])
+            ]
         else:
             facts.append([key.replace("_", " "), _text(value)])
     return [*([table(("what", "value"), facts)] if facts else []), *parts] or [note("The result is empty.")]

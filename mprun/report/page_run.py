@@ -21,6 +21,7 @@ CURVES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("loss", "Loss", ("train/loss", "val/loss", "ema/loss")),
     ("top1", "Top-1 accuracy", ("train/top1", "val/top1", "ema/top1")),
     ("lr", "Learning rate", ("train/lr",)),
+    ("underflow", "Part of all gradients that becomes 0 (the probe)", ("precision/underflow_frac",)),
     ("grad-norm", "Gradient norm (unscaled, before clipping)", ("train/grad_norm",)),
 )
 
@@ -69,7 +70,7 @@ def curves(run: RunFiles) -> list[str | Plot]:
             for name in names
             if (pair := series(run.records, name)) is not None and np.isfinite(pair[1]).any()
         }
-        if found:
+        if found and (key != "underflow" or found["precision/underflow_frac"][1].any()):
             parts.append(Plot(key, title, draw.lines(found, "", log=key in ("loss", "grad-norm"))))
     return parts or [note("Nothing was logged: metrics.jsonl holds no train or val record.")]
 

@@ -166,16 +166,19 @@ def _at_start(skips: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _postmortems(run: RunFiles) -> list[Said]:
-    """What was found out about skips: each verdict once, with how often it came."""
+    """What was found out about skips: the benign ones in one sentence, of the others each verdict once."""
     events = [record for record in run.of("event") if record.get("event") == "postmortem"]
-    texts = Counter(str(record.get("message")) for record in events)
-    verdicts = {str(record.get("message")): record for record in events}
+    search = [record for record in events if record.get("verdict") == "scale_search"]
     found: list[Said] = []
+    if search:
+        many = f" (and of {len(search) - 1} earlier)" if len(search) > 1 else ""
+        found.append(("plain", f"Post-mortem, attempt {search[-1].get('attempt')}{many}: {search[-1].get('message')}"))
+    others = [record for record in events if record not in search]
+    texts = Counter(str(record.get("message")) for record in others)
     for text, count in texts.most_common(8):
-        benign = verdicts[text].get("verdict") == "scale_search"
-        where = verdicts[text].get("attempt")
+        first = next(record for record in others if str(record.get("message")) == text)
         times = f" ({count} times)" if count > 1 else ""
-        found.append(("plain" if benign else "bad", f"Post-mortem, attempt {where}: {text}{times}"))
+        found.append(("bad", f"Post-mortem, attempt {first.get('attempt')}: {text}{times}"))
     if len(texts) > 8:
         found.append(("plain", f"{len(texts) - 8} further verdicts are among the events below."))
     return found
