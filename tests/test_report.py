@@ -479,3 +479,32 @@ def test_a_peak_of_a_gradient_for_which_the_step_was_skipped_is_no_alarm_of_its_
     said = [said for said in said_of(read_files(tmp_path / "other")) if "gradients reach" in said[1]]
     assert said[0][0] == "bad"
     assert "head: activation gradients reach 1.68e+07, times the scale 2^24, at attempt 41" in said[0][1]
+
+
+def test_a_comparison_is_judged_anew_wherever_its_folder_lies(tmp_path):
+    from mprun.lab.compare_markdown import as_json
+    from mprun.lab.comparison import build
+    from mprun.training.env import json_ready
+
+    places = {
+        label: {
+            seed: made_run(tmp_path / "c" / f"{label}-{seed}", f"precision={label}", seed=seed, records=records(40, skips=0, seed=seed),
+                           result=ok(0.1, (0.9 if label != "bf16_pure" else 0.4) + seed / 500))
+            for seed in range(3)
+        }
+        for label in ("fp32", "bf16_pure")
+    }  # fmt: skip
+    states = [{"step": step, "loss_scale": 1.0, "total_db": 3.0, "modules": {"head": 2.0 + step, "stem": 41.0}} for step in (0, 10)]
+    found = build(
+        tmp_path / "c", places, name="x", baseline="fp32", metric="val/top1", margin=0.01, spread=2.0, confidence=0.95,
+        measured={"bf16_pure": {"gradients": states}},
+    )  # fmt: skip
+    (tmp_path / "c" / "compare.json").write_text(json.dumps(json_ready(as_json(found))))
+    (tmp_path / "c").rename(tmp_path / "moved")
+    page = page_of(tmp_path / "moved")
+    assert "bf16_pure: fail." in visible(page)
+    heat = next(figure for key, figure in figures(page).items() if key.startswith("sqnr"))["data"][0]
+    assert heat["z"] == [[2.0, 12.0], [41.0, 41.0]]  # dB, the worst module first
+    assert "val-top1" in figures(page)
+    (tmp_path / "moved" / "compare.json").write_text("[]")
+    assert main(["report", str(tmp_path / "moved")]) == 2
