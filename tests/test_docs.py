@@ -86,7 +86,7 @@ def tiny_run(tmp_path_factory) -> Path:
 
 def test_every_logged_metric_is_in_the_glossary_and_the_other_way_round(tiny_run):
     records = read_metrics(tiny_run)
-    assert {record["kind"] for record in records} == {"train", "val", "skip"}
+    assert {record["kind"] for record in records} == {"train", "val", "skip", "probe", "event"}
     page = PAGES["docs/metrics.md"].read_text(encoding="utf-8")
     listed = table_names(page, "## `metrics.jsonl`")
     logged = {key for record in records for key in record}

@@ -16,6 +16,7 @@ from mprun.data import build_data
 from mprun.data.base import Data
 from mprun.errors import CheckpointError, ConfigError
 from mprun.models.build import build_model
+from mprun.numerics.probe import select
 from mprun.precision.cpu_autocast import cuda_operation_list
 from mprun.precision.cpu_half import cpu_half_kernels, resolve
 from mprun.precision.policy import PrecisionPolicy, check_support, matmul_precision
@@ -116,6 +117,7 @@ def build(config: Config, device: torch.device, *, resuming: bool = False) -> tu
     schedule = build_schedule(config.schedule, plan.steps)
     state = build_state(config, model, schedule, device)
     state.num_classes, state.fingerprint = data.spec.num_classes, mark
+    select(model, config.probe.modules)  # a pattern that names nothing is refused before the run has a folder
     return state, data, plan
 
 

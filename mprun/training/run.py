@@ -12,7 +12,7 @@ from typing import Any
 
 from mprun.config import Config, Task
 from mprun.data.base import Batch, Data
-from mprun.numerics.probe import Probe, select
+from mprun.numerics.probe import Probe
 from mprun.tracking.base import Sink
 from mprun.training.metrics import Best, Examined, Means, SkipRate
 from mprun.training.result import StepResult, StepRow
@@ -145,15 +145,8 @@ def due_probe(run: Run) -> Probe | None:
 
 
 def probe_notes(run: Run) -> list[str]:
-    """What is to be said of the probe at the start.
-
-    Raises:
-        ConfigError: ``probe.modules`` names a module that there is not.
-    """
-    if not run.config.probe.every:
-        return []
-    select(run.state.model, run.config.probe.modules)
-    if run.state.forward is run.state.model:
+    """What is to be said of the probe at the start."""
+    if not run.config.probe.every or run.state.forward is run.state.model:
         return []
     return [
         "probe: compiled code shows no modules; sampled are parameters, their gradients and updates (model.compile=true)"
