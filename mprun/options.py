@@ -78,7 +78,7 @@ def read_recipe(name: str) -> str:
     if name in ("none", "null", ""):
         return "none"
     path = Path(name).expanduser().resolve() if is_file(name) else tree("recipes") / f"{name}.yaml"
-    if not path.is_file():
+    if not path.is_file() or (not is_file(name) and name not in options("recipe")):
         where = path if is_file(name) else "see mprun list recipe"
         raise RecipeError(f"recipe={name} does not exist ({where}): {nearest(name, options('recipe'))}")
     try:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from mprun.errors import CheckpointError
 from mprun.training.env import from_json
 from mprun.training.host import driver_version
 
@@ -44,7 +45,10 @@ class SeedRun:
 
 def run_seeds(overrides: Sequence[str], seeds: Sequence[int], folder: Path) -> list[SeedRun]:
     """One run a seed, one after the other, each in a process of its own; stops early if one of them was stopped."""
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot create the folder {folder}: {error.strerror}") from error
     runs: list[SeedRun] = []
     for seed in seeds:
         runs.append(run_seed(overrides, seed, folder))

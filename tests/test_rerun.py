@@ -128,9 +128,12 @@ def test_saved_words_that_are_no_longer_legal_are_named(folder, capsys):
         (["latest"], "no run yet"),
         (["nowhere"], "no such folder"),
         (["."], "no run folder"),
+        (["a-sweep"], "is a sweep; give the folder of one of its runs"),
     ],
 )
 def test_what_cannot_be_rerun(folder, capsys, words, said):
+    Path("a-sweep").mkdir()
+    Path("a-sweep/sweep.json").write_text("{}")
     assert main(["rerun", *words]) == 2
     assert said in capsys.readouterr().err
 

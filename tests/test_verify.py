@@ -214,7 +214,8 @@ def test_words_of_verify(words, asked):
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["a", "b"], ["a", "recipe=b"], ["--all", "a"], ["a", "--seed", "1"], ["a", "--seeds", "x"], ["a", "--seeds"], ["a", "--seeds=1,1"], ["a", "-m"]],
+    [[], ["a", "b"], ["a", "recipe=b"], ["--all", "a"], ["a", "--seed", "1"], ["a", "--seeds", "x"], ["a", "--seeds"], ["a", "--seeds=1,1"], ["a", "--seeds=0,00"],
+     ["a", "--seeds", "0", "--seeds", "1"], ["a", "-m"]],
 )  # fmt: skip
 def test_words_that_do_not_fit_verify(words):
     with pytest.raises(ConfigError):
@@ -466,6 +467,9 @@ def test_cp_copies_and_the_copy_runs(folder, capsys):
         (["digits/vit_fp16", "new"], ".yaml"),
         (["digits/vit_fp16", "no/such/folder.yaml"], "cannot be written"),
         (["digits/vit_fp16"], "cp RECIPE FILE"),
+        (["../conf/config", "new.yaml"], "no such recipe"),
+        (["digits", "new.yaml"], "no such recipe"),
+        (["digits/vit_fp16", "a,b.yaml"], "grammar"),
     ],
 )
 def test_cp_refuses(folder, capsys, words, said):
@@ -474,6 +478,19 @@ def test_cp_refuses(folder, capsys, words, said):
     assert said in capsys.readouterr().err
     assert Path("there.yaml").read_text() == "mine"
     assert sorted(path.name for path in folder.iterdir()) == ["there.yaml"]
+
+
+def test_a_recipe_s_name_leads_nowhere_else(folder, capsys):
+    assert main(["validate", "recipe=../conf/config"]) == 2
+    assert "recipe=../conf/config does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("all_", [False, True])
+def test_a_place_that_cannot_be_written_is_named(folder, capsys, recipes, all_):
+    Path("outputs").write_text("a file")
+    words = ["--all"] if all_ else [recipe("  - {metric: val/top1, op: '>=', value: 0}\n")]
+    assert main(["verify", *words]) == 2
+    assert "cannot create the folder outputs/verify/" in capsys.readouterr().err
 
 
 def test_cp_imports_no_torch(folder):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mprun.compose import options, tree
 from mprun.errors import ConfigError, RecipeError, nearest
+from mprun.options import is_file
 
 USAGE = "write mprun cp RECIPE FILE, as in mprun cp digits/vit_fp16 mine.yaml"
 
@@ -29,6 +30,8 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError(
             f"cp: {words[1]} must end with .yaml, otherwise recipe={words[1]} would look for a recipe of that name"
         )
+    if odd := set(target.name) & set(",'\""):
+        raise ConfigError(f"cp: {words[1]} holds {' '.join(sorted(odd))}, which recipe= would read as its own grammar")
     try:
         with target.open("xb") as file:
             file.write(source.read_bytes())
@@ -42,8 +45,9 @@ def run(words: Sequence[str]) -> int:
 
 
 def _recipe(name: str) -> Path:
-    path = Path(name).expanduser() if name.endswith((".yaml", ".yml")) else tree("recipes") / f"{name}.yaml"
-    if not path.is_file():
-        known = options("recipe")
+    own = is_file(name)
+    path = Path(name).expanduser() if own else tree("recipes") / f"{name}.yaml"
+    known = options("recipe")
+    if not path.is_file() or (not own and name not in known):
         raise RecipeError(f"cp {name}: there is no such recipe (see mprun list recipe): {nearest(name, known)}")
     return path

@@ -27,7 +27,7 @@ from mprun.compose import Composed, compose
 from mprun.config_check import to_plain
 from mprun.errors import CheckpointError, ConfigError
 from mprun.resume import changes, merge
-from mprun.runs import LATEST, OUTPUTS
+from mprun.runs import LATEST, OUTPUTS, SWEEP_FILE
 from mprun.training.env import atomic_write_json, from_json, json_ready
 
 # Where the new run goes is its own business.
@@ -102,6 +102,8 @@ def read(target: str) -> Past:
         what = "there is no run yet" if target == LATEST else "no such folder"
         raise CheckpointError(f"rerun {target}: {what} ({path}); give a run folder, or latest")
     path = path.resolve()
+    if (path / SWEEP_FILE).is_file():
+        raise CheckpointError(f"rerun {target}: {path} is a sweep; give the folder of one of its runs, which lie in it")
     folder = next((place for place in (path, *path.parents[:2]) if (place / "config.yaml").is_file()), path)
     try:
         words = OmegaConf.to_container(OmegaConf.load(folder / ".hydra" / "overrides.yaml"))

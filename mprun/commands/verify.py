@@ -21,7 +21,7 @@ from typing import Any
 
 from mprun.compose import compose, options
 from mprun.config import Config, Device, ModelSource
-from mprun.errors import ConfigError, MprunError, nearest
+from mprun.errors import CheckpointError, ConfigError, MprunError, nearest
 from mprun.processes import STOPPED, SeedRun, about_run, run_seeds
 from mprun.recipes import Verdict, expectations, judge, needs, seeds_of
 from mprun.runs import OUTPUTS, slug
@@ -99,6 +99,8 @@ def parse(words: Sequence[str]) -> Asked:
     for word in rest:
         flag, _, value = word.partition("=")
         if flag in FLAGS:
+            if flag in given:
+                raise ConfigError(f"verify: {flag} is given twice")
             given.add(flag)
             if flag == "--seeds":
                 seeds = _seeds(value or next(rest, ""))
@@ -117,7 +119,7 @@ def parse(words: Sequence[str]) -> Asked:
 
 def _seeds(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
+    if not all(part.isdecimal() for part in parts) or len(set(map(int, parts))) != len(parts):
         raise ConfigError(f"--seeds {text!r}: give different whole numbers with commas, as in --seeds 0,1,2")
     return tuple(int(part) for part in parts)
 
@@ -186,7 +188,10 @@ def verify_all(asked: Asked) -> int:
     if asked.dry:
         return 1 if refused else 0
     passed = [report.recipe for report in reports if report.passed]
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot create the folder {folder}: {error.strerror}") from error
     summary = {
         "passed": passed,
         "failed": [report.recipe for report in reports if not report.passed],
