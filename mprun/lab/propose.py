@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -260,13 +261,7 @@ def find_scale(replay: Replay, measured: Measured, found: Proposal, looks: Seque
     found.held = Held.of(_rows(replay, measured, found.rules), found.dtype)
     if not found.scaled:
         return
-    factor = 1.0
-    for look in looks:
-        grads = half_gradients(measured.samples.get(look.step, {}), found.held)
-        border = max((stats.amax for parts in grads.values() for stats in parts), default=0.0)
-        if border and (inside := peak(look)):
-            factor = min(factor, border / inside)
-    factor /= _unseen(measured)
+    factor = _inside(measured, found.held, looks) / _unseen(measured)
     found.rows = scale_rows([*measured.samples.values()], found.held, FORMATS[found.dtype], factor=factor)
     found.interval = interval(found.rows)
     found.static, found.init = found.interval.static, found.interval.init
@@ -294,6 +289,24 @@ def _binding(measured: Measured, found: Proposal, looks: Sequence[Look]) -> dict
     }
     fewer = starved if starved and (not over or len(starved) <= len(over)) else over
     return {path: why for path, why in fewer.items() if path not in found.rules}
+
+
+def _inside(measured: Measured, held: Held, looks: Sequence[Look]) -> float:
+    """How much smaller half gradients are at the modules' borders than inside of them; at most 1.
+
+    Over the states the median, but at least so that the largest one seen inside counts as what it is.
+    """
+
+    def border(step: int) -> float:
+        parts = half_gradients(measured.samples.get(step, {}), held).values()
+        return max((stats.amax for part in parts for stats in part), default=0.0)
+
+    pairs = [(border(look.step), peak(look)) for look in looks]
+    ratios = [outside / inside for outside, inside in pairs if outside and inside]
+    if not ratios:
+        return 1.0
+    largest = max(map(border, measured.samples)) / max(inside for _, inside in pairs)
+    return min(statistics.median(ratios), largest, 1.0)
 
 
 def _unseen(measured: Measured) -> float:
