@@ -43,7 +43,7 @@ class Case:
     Attributes:
         name: unique.
         about: what somebody did, one line.
-        model: ``tests.sick.models`` attribute; ``data`` of ``tests.sick.data``.
+        model: attribute of ``tests.sick.models``, or ``module:attribute`` of ``tests.sick``; ``data`` of ``tests.sick.data``.
         words: overrides beyond ``COMMON``.
         precision: the option under which it shows.
         symptom: how (see ``SYMPTOMS``).

@@ -1,6 +1,6 @@
 """Datasets of the sick models: a few dozen samples, each learnable in some dozen steps, each made ill by one argument.
 
-A run names one as ``dataset.name=tests.sick.data:vectors`` with ``trust=[tests]``. All are made by the same numbers on every call.
+A run names one as ``dataset.name=tests.sick.data:vectors`` with ``trust=[tests]``. All are the same on every call.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class SquareNorm(nn.Module):
-    """RMSNorm with ``x * x``: on no autocast list, so half squares, and from 256 on inf; its inverse root is 0, and so is the output."""
+    """RMSNorm with ``x * x``: on no autocast list, so half squares, inf from 256 on; the inverse root of that is 0, the output too."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
@@ -28,7 +28,7 @@ class PowerNorm(nn.Module):
 
 
 class MomentNorm(nn.Module):
-    """Variance as E[x^2] - E[x]^2: of numbers near 50 that differ by 1, half keeps no digit, and the difference may be negative."""
+    """Variance as E[x^2] - E[x]^2: of numbers near 50 that differ by 1, half keeps no digit; it may be negative."""
 
     def forward(self, x: Tensor) -> Tensor:
         mean = x.mean(-1, keepdim=True)
@@ -137,7 +137,7 @@ class _Cube(torch.autograd.Function):
 
 
 class Cube(nn.Module):
-    """``1e-6 x^3`` with a backward of its own, in whose middle stands ``3 x^2``: inf in half from 148 on, whatever the loss scale."""
+    """``1e-6 x^3`` with a backward of its own, amid which stands ``3 x^2``: inf in half from 148 on at every loss scale."""
 
     def forward(self, x: Tensor) -> Tensor:
         return _Cube.apply(x)  # type: ignore[no-any-return,no-untyped-call]

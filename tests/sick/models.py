@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.models.gpt import gpt
 from tests.sick import layers
 
 WIDTH = 16
@@ -33,7 +32,7 @@ MIDDLES: dict[str, Callable[[float], nn.Module]] = {
 
 
 @torch.no_grad()
-def _times(layer: nn.Module, gain: float) -> None:
+def times(layer: nn.Module, gain: float) -> None:
     """Weights, not the bias, times ``gain``."""
     layer.weight *= gain  # type: ignore[operator]
 
@@ -59,7 +58,7 @@ class Mlp(nn.Module):
         self.middle = MIDDLES[middle](eps)
         self.head = nn.Linear(WIDTH, num_classes)
         for layer, factor in ((self.stem, stem), (self.fc, gain), (self.head, head)):
-            _times(layer, factor)
+            times(layer, factor)
         with torch.no_grad():
             self.head.bias += level
             if offset:
@@ -79,8 +78,8 @@ class Boxed(nn.Module):
         self.box.add_module("fc", nn.Linear(WIDTH, WIDTH))
         self.box.add_module("norm", nn.LayerNorm(WIDTH))
         self.head = nn.Linear(WIDTH, num_classes)
-        _times(self.stem, 10.0)
-        _times(self.box.get_submodule("fc"), gain)
+        times(self.stem, 10.0)
+        times(self.box.get_submodule("fc"), gain)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.box(F.relu(self.stem(x))))  # type: ignore[no-any-return]
@@ -123,7 +122,7 @@ class Last(nn.Module):
         self.stem = nn.Linear(input_shape[0], WIDTH)
         outputs = WIDTH if last == "prototypes" else num_classes
         self.head = nn.Linear(WIDTH, outputs)
-        _times(self.head, level)
+        times(self.head, level)
         self.last = layers.Prototypes(WIDTH, num_classes, level) if last == "prototypes" else layers.LogProbability()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -144,7 +143,7 @@ class Conv(nn.Module):
         self.conv2 = nn.Conv2d(8, 8, 3, padding=1)
         self.bn = nn.BatchNorm2d(8)
         self.head = nn.Linear(8 * 4, num_classes)
-        _times(self.conv2, gain)
+        times(self.conv2, gain)
         self.frozen = poisoned is not None
         if poisoned and self.bn.running_var is not None:
             self.bn.running_var[3] = float("nan")
@@ -177,7 +176,7 @@ class Pooled(nn.Module):
         self.pool = pools[pool]()
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, num_classes)
-        _times(self.stem, stem)
+        times(self.stem, stem)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.norm(self.pool(self.stem(x))))  # type: ignore[no-any-return]
@@ -251,48 +250,16 @@ class Embedded(nn.Module):
     def __init__(self, num_classes: int, size: float, mix: bool = False, vocab: int = 16) -> None:
         super().__init__()
         table = nn.Embedding(vocab, WIDTH)
-        _times(table, size)
+        times(table, size)
         self.embed = nn.Sequential(table) if mix else nn.Sequential(table, nn.LayerNorm(WIDTH))
         self.mix = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, num_classes)
         if mix:
-            _times(self.mix, 1e-2)
+            times(self.mix, 1e-2)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.norm(self.mix(self.embed(ids))).mean(1))  # type: ignore[no-any-return]
-
-
-class Term(nn.Module):
-    """What a deep residual network adds per block: a function of the normalised stream plus a constant that never leaves it."""
-
-    def __init__(self, size: float) -> None:
-        super().__init__()
-        self.norm, self.fc = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        _times(self.fc, size / 10)
-        with torch.no_grad():
-            self.fc.bias.copy_(torch.where(torch.arange(WIDTH) == 3, size, 0.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.fc(self.norm(x))
-
-
-class Stream(nn.Module):
-    """``depth`` residual blocks, each of which adds ``size`` to one channel of the stream."""
-
-    def __init__(self, input_shape: Sequence[int], num_classes: int, depth: int = 6, size: float = 2e4) -> None:
-        super().__init__()
-        self.stem = nn.Linear(input_shape[0], WIDTH)
-        _times(self.stem, size / 10)
-        self.blocks = nn.ModuleList(Term(size) for _ in range(depth))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
 class Decades(nn.Module):
@@ -307,11 +274,3 @@ class Decades(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.trunk(x))
         return torch.cat([1e3 * self.large(x).float(), self.factor * self.small(x).float()], -1)
-
-
-def transformer(input_shape: Sequence[int], num_classes: int, fc1: float = 1.0, fc2: float = 1.0) -> nn.Module:
-    """The small GPT, two blocks of width 16, with factors on the weights of ``blocks.1.mlp``."""
-    model = gpt(input_shape=input_shape, num_classes=num_classes, depth=2, dim=WIDTH, heads=2)
-    _times(model.get_submodule("blocks.1.mlp.fc1"), fc1)
-    _times(model.get_submodule("blocks.1.mlp.fc2"), fc2)
-    return model

@@ -65,7 +65,7 @@ def _composed(groups: tuple[str, ...]) -> DictConfig:
 
 
 def config_of(words: Sequence[str]) -> Config:
-    """What ``mprun.compose`` makes of ``words``, in a thirtieth of the time: only groups go through Hydra, and once.
+    """What ``mprun.compose`` makes of ``words``, and quicker: only groups go through Hydra, and once.
 
     Words are merged as they come, but for groups, which come first: a later ``precision=`` takes back no ``precision.*``.
     """
