@@ -136,11 +136,16 @@ class Old(nn.Module):
     def forward(self, x):
         return self.lin(x)
 
+class Boxed(nn.Sequential):  # where an FP32 module gives half back, only the two together keep the large number
+    def __init__(self):
+        super().__init__(nn.Linear(16, 16), nn.LayerNorm(16))
+        nn.init.normal_(self[0].weight, std=3e5)
+
 class Net(nn.Module):
     def __init__(self, kind, classes):
         super().__init__()
         self.embed, self.lin = nn.Embedding(32, 16), nn.Linear(16, 16)
-        self.odd = {"rms": Rms, "center": Center, "scores": Scores, "old": Old}[kind]()
+        self.odd = {"rms": Rms, "center": Center, "scores": Scores, "old": Old, "boxed": Boxed}[kind]()
         self.size = 400.0 if kind == "rms" else 1.0
         self.out, self.act, self.head = nn.Linear(16, 16), nn.GELU(), nn.Linear(16, classes)
     def forward(self, ids):
@@ -172,6 +177,8 @@ def odd(tmp_path, monkeypatch):
         ("center", "fp16_dynamic", ()),
         ("scores", "fp16_dynamic", ("odd",)),
         ("scores", "bf16_master", ()),
+        ("boxed", "fp16_dynamic", ("odd.0",)),
+        ("boxed", "fp16_master_dynamic", ("odd",)),
     ],
 )
 def test_silent_faults_and_faults_of_a_containers_own_operations_are_found(odd, kind, precision, modules):
@@ -179,6 +186,8 @@ def test_silent_faults_and_faults_of_a_containers_own_operations_are_found(odd, 
     assert result.fp32_modules == modules
     assert result.minimum is not None
     assert result.minimum.one_minimal
+    if kind == "boxed" and modules == ("odd",):
+        assert result.evidence[0].alone.startswith("inside it, odd.0: output reaches")
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
@@ -421,6 +430,11 @@ def test_candidates_compute_or_own_something_and_containers_cost_what_they_cover
         ("a.d", 0, ()),
         ("e", 0, ()),
     ]
+    rows += [row("f", compute=None, param=None), row("f.x"), row("f.y"), row("g", compute=None, param=None), row("g.x")]
+    assert {"f", "g"}.isdisjoint(c.path for c in candidates(rows))
+    half = {c.path: c.inside for c in candidates(rows, half_borders=True)}
+    assert half["f"] == ("f.x", "f.y")
+    assert "g" not in half  # its rule would do no more than that of what is inside
     assert cost(["a", "a.b"], got) == 3
     assert cost(["a.b", "e"], got) == 2
     assert uncovered(["a", "a.b", "e"]) == ("a", "e")

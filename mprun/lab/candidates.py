@@ -1,8 +1,9 @@
 """Which modules can be put into FP32, in what order they are suspected, and what a set of them costs.
 
 A candidate owns parameters or computes something itself: a leaf, or a container whose own ``forward`` adds, normalises or
-multiplies. An FP32 rule covers everything inside a module, so a container costs as many modules as it covers; leaves come first,
-and containers only where no set of what is inside them will do.
+multiplies; where FP32 modules give half back, any container, since its rule keeps numbers FP32 between what is inside. A rule
+covers everything inside a module, so a container costs as many modules as it covers; leaves come first, and containers only
+where no set of what is inside them will do.
 """
 
 from __future__ import annotations
@@ -33,9 +34,21 @@ class Candidate:
     inside: tuple[str, ...]
 
 
-def candidates(rows: Sequence[dict[str, Any]]) -> list[Candidate]:
-    """The candidates of a table of modules (:func:`~mprun.training.observe.observe`), in module order. The root is none."""
-    named = [row for row in rows if row["module"] and (row["compute_dtype"] or row["param_dtype"])]
+def candidates(rows: Sequence[dict[str, Any]], *, half_borders: bool = False) -> list[Candidate]:
+    """The candidates of a table of modules (:func:`~mprun.training.observe.observe`), in module order. The root is none.
+
+    Args:
+        rows: of the model in FP32.
+        half_borders: what an FP32 module gives goes back to half, as in ``master`` mode. A container then does something though
+            it computes nothing: numbers stay FP32 between what is inside. So one with two or more candidates inside is one too.
+    """
+    working = [row["module"] for row in rows if row["module"] and (row["compute_dtype"] or row["param_dtype"])]
+    named = [
+        row
+        for row in rows
+        if row["module"] in working
+        or (half_borders and row["module"] and sum(path.startswith(f"{row['module']}.") for path in working) > 1)
+    ]
     paths = [row["module"] for row in named]
     levels: dict[str, int] = {}
     found: list[Candidate] = []
