@@ -109,7 +109,7 @@ def test_a_run_folder_keeps_its_contract(folder):
     assert main([*QUICK, "precision=fp16_dynamic", "seed=3"]) == 0
     run = latest()
     assert sorted(path.name for path in run.iterdir()) == [
-        ".hydra", ".lock", "checkpoints", "config.yaml", "env.json", "metrics.jsonl", "modules.json", "result.json"]  # fmt: skip
+        ".hydra", ".lock", "checkpoints", "config.yaml", "env.json", "metrics.jsonl", "modules.json", "probe.jsonl", "result.json"]  # fmt: skip
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best.pt", "last.pt"]
     assert sorted(path.name for path in (run / ".hydra").iterdir()) == ["config.yaml", "hydra.yaml", "overrides.yaml"]
     config = to_config(OmegaConf.load(run / "config.yaml"))
