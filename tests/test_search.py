@@ -22,11 +22,12 @@ from mprun.compose import compose
 from mprun.config_check import to_plain
 from mprun.lab.candidates import ROOT, candidates, cost, rank, uncovered
 from mprun.lab.evaluate import ROUNDING, Evaluator
+from mprun.lab.found import Found
 from mprun.lab.local import ModuleError
 from mprun.lab.reference import reference, short_run
 from mprun.lab.replay import Replay
 from mprun.lab.rounding import round_mantissa
-from mprun.lab.search import Found, search
+from mprun.lab.search import search
 from mprun.training.env import config_hash
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"

@@ -35,7 +35,8 @@ from mprun.runs import OUTPUTS, slug
 from mprun.training.env import atomic_write_json, atomic_write_text, describe_environment
 
 if TYPE_CHECKING:
-    from mprun.lab.search import Found, Tell
+    from mprun.lab.found import Found
+    from mprun.lab.search import Tell
 
 FOLDER = "search"
 
@@ -75,7 +76,8 @@ def run(words: Sequence[str]) -> int:
 
 def _search(config: Config, folder: Path) -> int:
     """Search, write, print."""
-    from mprun.lab.search import Found, search
+    from mprun.lab.found import Found
+    from mprun.lab.search import search
     from mprun.training.record import how_it_ended
 
     begin = time.perf_counter()
@@ -186,7 +188,7 @@ def _write_option(config: Config, found: Found, folder: Path) -> Path | None:
 
 
 def _write_result(found: Found, folder: Path, code: int, file: Path | None) -> None:
-    from mprun.lab.search import TEST, as_dict
+    from mprun.lab.found import TEST, as_dict
 
     content = as_dict(found)
     status = {"interrupted": "interrupted"}.get(found.status, "ok")

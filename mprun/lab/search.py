@@ -17,105 +17,27 @@ The result is 1-minimal; a set of one or two is the smallest there is among the 
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations
-from typing import Any
 
 from mprun.config import Config, Mode, ScaleKind
 from mprun.errors import MprunError
 from mprun.lab.candidates import ROOT, Candidate, candidates, cost, rank, uncovered
 from mprun.lab.causes import Cause, scales_that_pass, trouble_in_fp32, trouble_with_all
 from mprun.lab.ddmin import BudgetSpentError, Items, Minimum, Trials, ddmin, minimise, minimum
-from mprun.lab.evaluate import CAP, FLOOR, NOISE, ROUNDING, Evaluation, Evaluator
+from mprun.lab.evaluate import Evaluator
+from mprun.lab.follow import SEEDS, Tracking, follow
+from mprun.lab.found import Evidence, Found
 from mprun.lab.local import ModuleError, local_errors
 from mprun.lab.reference import Curve, Reference, reference
 from mprun.numerics.formats import FORMATS
-from mprun.numerics.parity import curve_gap
 from mprun.report.summary import scale_text
 from mprun.training.build import device_of, switches
 
-SEEDS = 2  # further seeds of FP32 that say how far curves lie apart by chance
-APART = 2.0  # times the largest gap between two of them: no seed is expected to lie so far from another
-RESOLUTION = 4.0  # times eps of the format, of the mean loss
-
-# The test in words, for result.json.
-TEST = (
-    "At 0, 1/2 and 1 of search.steps of an FP32 run: loss and gradients are finite, and for every module m with parameters, "
-    f"and for all together, |g_m - g32_m| <= tolerance * max({ROUNDING:g} r_m, min({NOISE:g} n_m, {CAP:g} |g32_m|), {FLOOR:g} "
-    "|g32|), where r_m is the error of FP32 gradients when matrices and all that passes between modules are rounded to the "
-    "format's mantissa, and n_m the difference between FP32 gradients of two windows. Then a run of search.steps steps ends "
-    "well, and the root mean square gap of its smoothed loss curve to FP32's is at most tolerance times the larger of "
-    f"{APART:g} times the largest such gap between two of {SEEDS + 1} FP32 seeds and {RESOLUTION:g} eps of the mean loss."
-)
-
 # Called after every test of a set: the set, whether it passed, the tests so far, and the best set so far.
 Tell = Callable[[Items, bool, int, Items | None], None]
-
-
-@dataclass(frozen=True)
-class Tracking:
-    """How the loss curve of a set lies to FP32's.
-
-    Attributes:
-        passes: whether it tracks FP32.
-        why: what is wrong, or how far apart they are; one line.
-        gap: root mean square between the smoothed curves; ``limit`` what it may be; ``spread`` the largest between FP32's seeds.
-        curve: the run.
-    """
-
-    passes: bool
-    why: str
-    gap: float
-    limit: float
-    spread: float
-    curve: Curve
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Why one module must stay FP32: what it does by itself, and what becomes of the run without it."""
-
-    path: str
-    cls: str
-    alone: str
-    without: str
-
-
-@dataclass(frozen=True)
-class Found:
-    """What the search found.
-
-    Attributes:
-        status: ``found``, ``empty`` (nothing needs FP32), ``none`` (no set suffices: see ``cause``) or ``interrupted``.
-        fp32_modules: the set; the best one so far if the budget ended or the search was interrupted; None without any.
-        minimum: what is known of it.
-        evidence: of each module in it.
-        cause: why none suffices.
-        loss_scale: a static scale that needs no FP32 module, where the scale was the cause.
-        tests: sets that were tested; ``evaluations`` gradients of sets (other scales included), ``runs`` short runs.
-        candidates: how many modules could have been chosen.
-        tracking: of the set.
-        evaluation: of the set.
-        seconds: the reference included.
-    """
-
-    status: str
-    fp32_modules: tuple[str, ...] | None
-    minimum: Minimum | None = None
-    evidence: tuple[Evidence, ...] = ()
-    cause: Cause | None = None
-    loss_scale: float | None = None
-    tests: int = 0
-    evaluations: int = 0
-    runs: int = 0
-    candidates: int = 0
-    tracking: Tracking | None = None
-    evaluation: Evaluation | None = None
-    seconds: float = 0.0
 
 
 @dataclass
@@ -232,32 +154,18 @@ def _track(s: Searching, modules: Sequence[str], loss_scale: float | None) -> Tr
             curve = s.evaluator.replay.curve(modules, s.steps, loss_scale=loss_scale)
         except MprunError as error:  # a run with these rules would be refused
             curve = Curve((), (), (), (), "refused", str(error).splitlines()[0])
-        s.tracked[key] = _tracked(s, curve)
+        eps = FORMATS[s.config.precision.compute_dtype.value].eps
+        others = partial(_others, s)
+        s.tracked[key] = follow(s.run.losses, others, curve, tolerance=s.config.search.tolerance, eps=eps)
     return s.tracked[key]
 
 
-def _tracked(s: Searching, curve: Curve) -> Tracking:
-    """Hold a curve against FP32's; the seeds are run when the first curve asks."""
-    nan = float("nan")
-    if curve.status != "ok":
-        return Tracking(False, f"a run of {s.steps} steps: {curve.error}", nan, nan, nan, curve)
+def _others(s: Searching) -> list[Curve]:
+    """FP32 runs of other seeds, made when they are asked for the first time."""
     if not s.others:
         seeds = range(s.run.config.seed + 1, s.run.config.seed + 1 + SEEDS)
         s.others = [reference(s.config, steps=s.steps, seed=seed).curve for seed in seeds]
-    curves = [s.run.losses, *(other.losses for other in s.others)]
-    spread = max(_gap(a, b) for a, b in combinations(curves, 2))
-    gap = _gap(s.run.losses, curve.losses)
-    eps = FORMATS[s.config.precision.compute_dtype.value].eps
-    floor = RESOLUTION * eps * sum(map(abs, s.run.losses)) / len(s.run.losses)
-    limit = s.config.search.tolerance * max(APART * spread, floor)
-    why = f"the loss curve of {s.steps} steps lies {gap:.2g} from FP32's, {gap / limit:.2g} of what seeds explain"
-    return Tracking(gap <= limit, why, gap, limit, spread, curve)
-
-
-def _gap(a: Sequence[float], b: Sequence[float]) -> float:
-    """Root mean square between two smoothed loss curves, over the steps that both have."""
-    found = curve_gap({0: (range(len(a)), a)}, {0: (range(len(b)), b)})
-    return math.inf if found is None else found.rms
+    return s.others
 
 
 def _cured_by_scale(s: Searching) -> Found | None:
@@ -355,32 +263,3 @@ def _best_so_far(s: Searching, status: str) -> Found:
         return Found(status, None, tests=trials.count if trials else 0)
     known = minimum(uncovered(best), [candidate.path for candidate in s.found], trials, spent=True)
     return Found(status, known.items, minimum=known, tests=trials.count)
-
-
-def as_dict(found: Found) -> dict[str, Any]:
-    """``found`` for ``result.json``."""
-    content = {key: value for key, value in dataclasses.asdict(found).items() if key not in ("tracking", "evaluation")}
-    minimum_of = content.pop("minimum")
-    content |= {key: minimum_of[key] for key in ("one_minimal", "smallest", "budget_spent")} if minimum_of else {}
-    if found.evaluation is not None:
-        content["gradients"] = [
-            {
-                "step": e.step,
-                "loss_scale": e.loss_scale,
-                "error": e.error,
-                "loss_error": e.loss_error,
-                "worst": e.worst,
-                "of_limit": e.margin,
-            }
-            for e in found.evaluation.states
-        ]
-    if found.tracking is not None:
-        t = found.tracking
-        content["curve"] = {
-            "gap": t.gap,
-            "limit": t.limit,
-            "spread": t.spread,
-            "skips": len(t.curve.skips),
-            "why": t.why,
-        }
-    return content

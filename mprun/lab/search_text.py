@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mprun.lab.evaluate import ALL
-from mprun.lab.search import Found
+from mprun.lab.found import Found
 from mprun.report.memory import print_facts
 from mprun.report.summary import duration_text
 
