@@ -257,3 +257,72 @@ def test_auxiliary_outputs_are_refused_by_name(folder, capsys, name):
     words = ["dataset=synthetic", "dataset.kwargs.image_size=80", "model=torchvision", "model.kwargs.aux_logits=true"]
     assert main([*RUN, *words, f"model.name={name}"]) == 2
     assert "model.kwargs.aux_logits=True" in capsys.readouterr().err
+
+
+# --- arguments of the built-in sets -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "word", ["mean=0.5", "mean=[a,b,c]", "mean=null", "mean=[1,2]", "std=[1,1,true]", "std=[0,1,1]", "std=['.nan',1,1]", "std=[nan,1,1]"]
+)  # fmt: skip
+def test_a_normalisation_is_three_numbers(folder, capsys, word):
+    words = ["dataset=imagefolder", "dataset.root=images", "model=mlp", f"dataset.kwargs.{word}"]
+    assert main([*RUN, *words]) == 2
+    told = capsys.readouterr().err
+    assert f"dataset.kwargs.{word.partition('=')[0]}=" in told
+    assert "must be three numbers" in told
+
+
+def test_a_hash_of_digits_only_is_a_hash(folder, capsys):
+    (folder / "text.txt").write_text("some text " * 50)
+    words = [
+        "dataset=text",
+        "dataset.root=text.txt",
+        "dataset.kwargs.context=4",
+        "model=gpt",
+        "dataset.kwargs.sha256=12",
+    ]
+    assert main([*RUN, *words]) == 2
+    assert "expected 12" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["image_size=100000000", "examples=9007199254740992"])
+def test_images_beyond_all_memory_are_told(folder, capsys, word):
+    words = ["dataset=synthetic", "dataset.kwargs.image_size=8", "model=mlp", f"dataset.kwargs.{word}"]
+    assert main([*RUN, *words]) == 2
+    assert "dataset.kwargs" in capsys.readouterr().err
+
+
+def test_arguments_that_fit_no_size_are_named(folder, capsys):
+    words = ["dataset=synthetic", "dataset.kwargs.image_size=16", "model=timm", "model.name=test_resnet"]
+    assert main([*RUN, *words, "model.kwargs.drop_rate=2"]) == 2
+    assert "with model.kwargs={'drop_rate': 2}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "word", "said"),
+    [
+        ("mlp", "hidden=x", "model.kwargs.hidden='x' is not a list, each of it a whole number"),
+        ("mlp", "hidden=5", "model.kwargs.hidden=5 is not a list"),
+        ("mlp", "hidden=[1.5]", "model.kwargs.hidden=[1.5] is not a list"),
+        ("mlp", "dropout=x", "model.kwargs.dropout='x' is not a finite number"),
+        ("mlp", "norm=3", "model.kwargs.norm=3 is not a word or null"),
+        ("vit", "depth=a", "model.kwargs.depth='a' is not a whole number"),
+        ("vit", "embed_dim=true", "model.kwargs.embed_dim=True is not a whole number"),
+        ("vit", "class_token=maybe", "model.kwargs.class_token='maybe' is not true or false"),
+        ("vit", "mlp_ratio=inf", "model.kwargs.mlp_ratio=inf is not a finite number"),
+        ("resnet", "widths=null", "model.kwargs.widths=None is not a list"),
+    ],
+)
+def test_an_argument_of_an_own_model_has_the_type_of_its_annotation(folder, capsys, model, word, said):
+    assert main([*RUN, "dataset=digits", f"model={model}", f"model.kwargs.{word}"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_arguments_of_the_right_types_are_taken():
+    from mprun.models.argument_types import check_types
+    from mprun.models.mlp import mlp
+    from mprun.models.vit import vit
+
+    check_types(mlp, {"hidden": (8,), "dropout": 0, "norm": None, "unknown": "x"}, key="model.kwargs")
+    check_types(vit, {"mlp_ratio": 2, "class_token": True, "global_pool": "avg"}, key="model.kwargs")

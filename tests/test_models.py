@@ -156,7 +156,7 @@ def test_mlp_layers() -> None:
             r"norm='bn' is not one of layernorm, batchnorm, null",
         ),
         (lambda: mlp(input_shape=(4,), num_classes=2, hidden=[3, 0]), r"hidden=\[3, 0\]"),
-        (lambda: build("vit", depth="four"), r"model\.kwargs=.* do not fit vit: "),
+        (lambda: build("vit", depth="four"), r"model\.kwargs\.depth='four' is not a whole number"),
         (lambda: build("vit", num_classes=9), r"model\.kwargs\.num_classes=9 is fewer than the 10 of the dataset"),
         (lambda: build("mlp", hiden=[3]), r"model\.kwargs\.hiden is not a parameter of mlp: did you mean 'hidden'\?"),
     ],

@@ -14,6 +14,7 @@ resume in the middle of an epoch give the same batches, bit for bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -82,8 +83,8 @@ def imagefolder(
     if not isinstance(image_size, int) or image_size < 1:
         raise ConfigError(f"dataset.kwargs.image_size={image_size} is not a whole number from 1 up")
     for name, values in (("mean", mean), ("std", std)):
-        if len(values) != 3 or (name == "std" and min(values) <= 0):
-            raise ConfigError(f"dataset.kwargs.{name}={list(values)} must be three numbers, as in {name}=[0.5,0.5,0.5]")
+        if not _are_three(values) or (name == "std" and min(values) <= 0):
+            raise ConfigError(f"dataset.kwargs.{name}={values} must be three numbers, as in {name}=[0.5,0.5,0.5]")
     folders = [Path(root) / "train", Path(root) / "val"]
     for folder in folders:
         if not folder.is_dir():
@@ -105,6 +106,14 @@ def imagefolder(
     if not val:
         raise ConfigError(f"{folders[1]} has no image in any of its {len(val_classes)} folders")
     return FolderSet(train, val, tuple(train_classes), image_size, (tuple(mean), tuple(std)))
+
+
+def _are_three(values: Any) -> bool:
+    return (
+        isinstance(values, Sequence)
+        and len(values) == 3
+        and all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in values)
+    )
 
 
 def _subfolders(folder: Path) -> list[str]:

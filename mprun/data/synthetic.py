@@ -39,7 +39,13 @@ def synthetic(
             raise ConfigError(f"dataset.kwargs.{name}={value} is not a whole number from 1 up")
     generator = torch.Generator().manual_seed(subseed("synthetic"))
     count = examples + val_examples
-    images = torch.randint(256, (count, channels, image_size, image_size), generator=generator, dtype=torch.uint8)
+    try:
+        images = torch.randint(256, (count, channels, image_size, image_size), generator=generator, dtype=torch.uint8)
+    except RuntimeError as error:
+        size = count * channels * image_size**2
+        raise ConfigError(
+            f"dataset.kwargs: {count} images of {image_size} x {image_size} take {size:,} bytes, which is beyond the memory"
+        ) from error
     labels = torch.randint(classes, (count,), generator=generator)
     return ImageSet(
         train=Split(images[:examples], labels[:examples]),

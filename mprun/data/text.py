@@ -100,7 +100,7 @@ def text(
     except OSError as error:
         raise ConfigError(f"dataset.root={root} cannot be read: {error.strerror}") from error
     found = hashlib.sha256(raw).hexdigest()
-    if sha256 is not None and found != sha256.lower():
+    if sha256 is not None and found != str(sha256).lower():
         raise ConfigError(f"dataset.root={root} is another file: its sha256 is {found}, expected {sha256}{source}")
     try:
         characters = raw.decode("utf-8")

@@ -16,6 +16,7 @@ from torch import nn
 
 from mprun.config import ModelConfig, ModelSource, Task
 from mprun.errors import ConfigError, nearest
+from mprun.models.argument_types import check_types
 from mprun.models.catalog import LANGUAGE_MODELS, check_model, target_of
 from mprun.models.imports import no_wandb
 from mprun.models.trial import BAD_VALUE, fitting_model
@@ -80,6 +81,7 @@ def _mprun(config: ModelConfig, spec: InputSpec, trust: Collection[str]) -> Any:
             f"model.name={config.name} is no language model, and dataset.task=language_model: use model={LANGUAGE_MODELS[0]}"
         )
     build = import_target(target_of(config), trust=["mprun"], key="model.name")
+    check_types(build, config.kwargs, key="model.kwargs")
     follows = {"input_shape": spec.input_shape, "num_classes": spec.num_classes}
     return _call(build, config, follows | config.kwargs)
 

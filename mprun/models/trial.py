@@ -58,8 +58,10 @@ def fitting_model(make: Make, shape: tuple[int, ...], *, name: str, kwargs: dict
         else:
             reason = str(error) or type(error).__name__
         _, height, width = shape
+        given = f" with model.kwargs={kwargs}" if kwargs and not advice else ""
         raise ConfigError(
-            f"model.name={name} cannot take images of {height} x {width} pixels: {reason.strip().splitlines()[0].rstrip('.')}; "
+            f"model.name={name}{given} cannot take images of {height} x {width} pixels: "
+            f"{reason.strip().splitlines()[0].rstrip('.')}; "
             + (advice or "no size up to 512 x 512 was found that it takes")
         ) from error
     for warning in told:
