@@ -249,8 +249,8 @@ class TrainConfig:
 class TrackingConfig:
     """``tracking.*``: what goes to Weights & Biases. ``metrics.jsonl`` is written in any case and is the truth.
 
-    ``report`` writes ``report.html`` when the run ends (``mprun report`` makes it of any run folder, any time); ``log_report``
-    does so and gives it to W&B.
+    ``report`` writes ``report.html`` when a run without a group ends (``mprun report`` makes it of any run folder, any time);
+    ``log_report`` does so in any case and gives it to W&B.
     """
 
     mode: TrackingMode = TrackingMode.auto
@@ -259,7 +259,7 @@ class TrackingConfig:
     group: str | None = None
     tags: list[str] = field(default_factory=list)
     log_checkpoint: CheckpointArtifact = CheckpointArtifact.none
-    report: bool = False
+    report: bool = True
     log_report: bool = False
 
 

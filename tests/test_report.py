@@ -447,7 +447,7 @@ def test_mistakes_are_told_in_a_line(tmp_path, monkeypatch, capsys, words, said)
     assert len(error.splitlines()) <= 3
 
 
-def test_a_run_writes_its_page_when_asked_and_a_later_life_makes_it_anew(tmp_path, monkeypatch):
+def test_a_run_without_a_group_writes_its_page_and_a_later_life_makes_it_anew(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = [
         "model=mlp",
@@ -464,6 +464,12 @@ def test_a_run_writes_its_page_when_asked_and_a_later_life_makes_it_anew(tmp_pat
     assert "amax-activation" in figures(page)  # the probe's real samples
     assert main(["resume=run", "train.epochs=2", "tracking.report=false"]) == 0
     assert not (tmp_path / "run/report.html").exists()
+    words = [word for word in words if word not in ("tracking=disabled", "hydra.run.dir=run")]
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert main([*words, "hydra.run.dir=alone"]) == 0
+    assert main([*words, "hydra.run.dir=member", "tracking.group=many"]) == 0
+    assert (tmp_path / "alone/report.html").is_file()
+    assert not (tmp_path / "member/report.html").exists()
 
 
 def test_a_peak_of_a_gradient_for_which_the_step_was_skipped_is_no_alarm_of_its_own(tmp_path):

@@ -211,7 +211,9 @@ def _recorded(
         if isinstance(error, MprunError):
             error.exit_code = 1  # 2 says that nothing was started, and here is the folder of a run
         result |= how_it_ended(error)
-    if run.config.tracking.report or run.config.tracking.log_report:
+    tracking = run.config.tracking
+    # A run of a group (a sweep, a comparison) has its place on the group's page.
+    if tracking.log_report or (tracking.report and tracking.group is None):
         _report(run, result)
     try:
         finish_sinks(run.sinks, result)
