@@ -17,6 +17,7 @@ from mprun.compose import compose
 from mprun.lab.advice import (
     SCALES,
     Held,
+    Interval,
     interval,
     largest_scale,
     loss_parity,
@@ -85,6 +86,13 @@ def test_the_interval_lies_between_starvation_and_overflow() -> None:
     assert interval(scale_rows(wild, held, FP16, factor=0.25)).high == 2.0**10
     nothing_half = Held(frozenset(), frozenset())
     assert interval(scale_rows(wild, nothing_half, FP16)).high == 2.0**24
+
+
+def test_the_static_scale_has_headroom_over_the_end_of_the_run() -> None:
+    assert Interval(1.0, 2.0**15, late=2.0**17).static == 2.0**15  # large gradients at the start, which were seen
+    assert Interval(1.0, 2.0**15, late=2.0**15).static == 2.0**14
+    assert Interval(2.0**14, 2.0**14, late=2.0**14).static == 2.0**14
+    assert Interval(1.0, 0.0, late=0.0).static == 0.0
 
 
 def test_no_scale_is_safe_where_gradients_span_too_much() -> None:

@@ -12,8 +12,9 @@ The safe interval of a static scale S, in powers of two::
             where the gradients that become 0 are more than STARVED of the norm of all its gradients: many tiny gradients may go,
             as long as what they add up to is small beside the rest
 
-The static scale is ``high / HEADROOM`` (but not below ``low``): gradients grow now and then beyond what a sample has seen, and a
-static scale cannot follow. The dynamic scale starts at ``high`` itself: it can.
+The static scale is ``high``, but at most ``late / HEADROOM`` and not below ``low``; ``late`` is ``high`` of the second half of
+the steps. The first steps have the largest gradients of most runs, and they have been seen; what is to come looks like the end,
+and may grow beyond it, which a static scale cannot follow. The dynamic scale starts at ``high``: it can.
 """
 
 from __future__ import annotations
@@ -73,10 +74,14 @@ class ScaleRow:
 
 @dataclass(frozen=True)
 class Interval:
-    """Safe static scales; ``high`` is 0 where every one overflows, and ``low`` above ``high`` where none is safe."""
+    """Safe static scales; ``high`` is 0 where every one overflows, and ``low`` above ``high`` where none is safe.
+
+    ``late``: ``high`` of the second half of the samples.
+    """
 
     low: float
     high: float
+    late: float = math.inf
 
     @property
     def empty(self) -> bool:
@@ -86,7 +91,7 @@ class Interval:
     @property
     def static(self) -> float:
         """The recommended static scale: see the module's docstring."""
-        return max(self.high / HEADROOM, min(self.low, self.high)) if self.high else 0.0
+        return max(min(self.high, self.late / HEADROOM), min(self.low, self.high))
 
     @property
     def init(self) -> float:

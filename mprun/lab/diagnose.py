@@ -200,7 +200,7 @@ def _correct(measured: Measured, config: Config, found: Proposal, broken: SavedS
         cure(replay, dataclasses.replace(measured, reference=states), config, found)
     for trial in found.trials if found.rules == before[0] else ():
         if trial.kind == "static" and trial.skips:
-            found.static = max(found.static / 4, SCALES[0])
+            found.static = max(found.static / 2, SCALES[0])
         elif trial.kind == "dynamic" and trial.skips > MOST_SKIPS:
             found.init = max(min(trial.last_scale, found.init / 4), SCALES[0])
     return before != (dict(found.rules), found.static, found.init)
