@@ -4,7 +4,7 @@
 are kept. **Propose** a policy for a half format (:mod:`mprun.lab.propose`).
 
 **Verify**: the policy runs from the same initialisation over the same batches as the FP32 run, once with the dynamic and once
-with the static scale. It has to end, skip at most ``MOST_SKIPS`` steps (none, static), and follow FP32's loss; where the loss
+with the static scale. It has to end, skip at most ``MOST_SKIPS`` steps (1 % with a static scale), and follow FP32's loss; where the loss
 is off, FP32 itself is run again from weights that were moved by a rounding, and so far the loss may be off. If that is not
 enough, what is to blame is corrected (a module, the scale), at most ``ROUNDS`` times.
 
@@ -151,9 +151,14 @@ def trial_of(kind: str, init: float, curve: Curve, exact: Sequence[float], *, sp
     """The verdict on a run: it ended, skipped few steps, and follows the losses ``exact``; a gap up to ``spread`` is allowed."""
     parity, skips = loss_parity(exact, curve.losses), len(curve.skips)
     parity = dataclasses.replace(parity, allowed=max(parity.allowed, spread))
-    ok = curve.status == "ok" and skips <= (MOST_SKIPS if kind == "dynamic" else 0) and parity.holds
+    ok = curve.status == "ok" and skips <= most_skips(kind, len(curve.losses)) and parity.holds
     last = curve.scales[-1] if curve.scales else init
     return Trial(kind, init, last, len(curve.losses), skips, parity, curve.status, curve.error, ok)
+
+
+def most_skips(kind: str, steps: int) -> int:
+    """How many skips a verified run may have: the first search of a dynamic scale, or one step in a hundred of a static one."""
+    return MOST_SKIPS if kind == "dynamic" else steps // 100
 
 
 def twin_gaps(measured: Measured, config: Config, dtype: str) -> list[float]:
@@ -199,7 +204,7 @@ def _correct(measured: Measured, config: Config, found: Proposal, broken: SavedS
         replay = Replay(measured.reference, policy(config, found.dtype))
         cure(replay, dataclasses.replace(measured, reference=states), config, found)
     for trial in found.trials if found.rules == before[0] else ():
-        if trial.kind == "static" and trial.skips:
+        if trial.kind == "static" and trial.skips > most_skips("static", trial.steps):
             found.static = max(found.static / 2, SCALES[0])
         elif trial.kind == "dynamic" and trial.skips > MOST_SKIPS:
             found.init = max(min(trial.last_scale, found.init / 4), SCALES[0])

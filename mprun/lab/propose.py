@@ -314,7 +314,7 @@ def _inside(measured: Measured, held: Held, looks: Sequence[Look]) -> float:
 
 
 def _unseen(measured: Measured, start: int) -> float:
-    """How much larger the gradient's norm was at a step from ``start`` on that was not sampled than at any that was; at least 1."""
+    """How much larger the gradient's norm was at any step from ``start`` on than at the sampled ones; at least 1."""
     norms = measured.reference.curve.grad_norms
     seen = max((norms[step] for step in measured.samples if start <= step < len(norms)), default=0.0)
     return max(max(norms[start:]) / seen, 1.0) if seen else 1.0
