@@ -40,7 +40,9 @@ KINDS = {
     "fixed": """seed model.name model.source model.kwargs model.init dataset.name dataset.source dataset.task dataset.kwargs
         dataset.augment dataset.mixup dataset.cutmix dataset.limit optimizer.name train.batch_size train.accumulate train.shuffle
         train.drop_last""",
-    "start": "command resume trust sweep.name sweep.jobs sweep.on_error sweep.new",
+    "start": """command resume trust sweep.name sweep.jobs sweep.on_error sweep.new compare.precisions compare.baseline compare.seeds
+        compare.metric compare.margin compare.spread compare.confidence compare.gradient_steps compare.strict diagnose.steps
+        diagnose.every search.budget search.tolerance search.steps""",
     "conditional": """precision.loss_scale.init precision.loss_scale.growth_factor precision.loss_scale.backoff_factor
         precision.loss_scale.growth_interval precision.loss_scale.min precision.loss_scale.max precision.loss_scale.hysteresis
         precision.loss_scale.on_overflow schedule.warmup_frac schedule.final schedule.decay_frac schedule.milestones
@@ -51,7 +53,7 @@ KINDS = {
         precision.loss_scale.patience optimizer.lr optimizer.weight_decay optimizer.momentum optimizer.betas optimizer.eps
         optimizer.fused optimizer.kwargs schedule.name schedule.warmup_steps train.steps train.clip_norm train.label_smoothing
         train.loss_weight train.ema.decay train.eval_every train.log_every train.checkpoint_every train.early_stop.metric
-        probe.every tracking.mode tracking.project tracking.entity tracking.group tracking.tags tracking.log_checkpoint
+        probe.every postmortem.skips postmortem.save_batch tracking.mode tracking.project tracking.entity tracking.group tracking.tags tracking.log_checkpoint
         tracking.report tracking.log_report meta expect""",
 }
 EXPECTED = {key: kind for kind, keys in KINDS.items() for key in keys.split()}

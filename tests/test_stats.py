@@ -192,7 +192,8 @@ def test_autocast_does_not_reach_the_statistics() -> None:
     x = torch.randn(1000)
     for dtype in (torch.float16, torch.bfloat16):
         with torch.autocast("cpu", dtype=dtype):
-            assert stats(x) == stats(x.clone()) and there(x) is not None
+            assert stats(x) == stats(x.clone())
+            assert there(x) is not None
             inside = stats(x)
         assert inside == stats(x)
 
