@@ -4,9 +4,9 @@
 are kept. **Propose** a policy for a half format (:mod:`mprun.lab.propose`).
 
 **Verify**: the policy runs from the same initialisation over the same batches as the FP32 run, once with the dynamic and once
-with the static scale. It has to end, skip at most ``MOST_SKIPS`` steps (1 % with a static scale), and follow FP32's loss; where the loss
-is off, FP32 itself is run again from weights that were moved by a rounding, and so far the loss may be off. If that is not
-enough, what is to blame is corrected (a module, the scale), at most ``ROUNDS`` times.
+with the static scale. It has to end, skip at most ``MOST_SKIPS`` steps (1 % with a static scale), and follow FP32's loss; where
+the loss is off, FP32 itself is run again from weights that were moved by a rounding, and so far the loss may be off. If that is
+not enough, what is to blame is corrected (a module, the scale), at most ``ROUNDS`` times.
 
 FP16 is recommended where its cure is small and verified, otherwise BF16, if that is; otherwise FP32.
 """
