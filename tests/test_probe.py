@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from mprun.cli import main
 from mprun.errors import ConfigError, MprunError
 from mprun.numerics import stats as stats_module
-from mprun.numerics.probe import Probe, Sample, select
+from mprun.numerics.probe import Probe, Sample
 from mprun.numerics.products import given_back
 from mprun.numerics.sample import record, worst
 from mprun.numerics.stats import Stats, stats
+from mprun.numerics.watchable import select
 from mprun.tracking import JsonlSink, RunInfo, read_metrics, read_probe
 from mprun.training.env import capture_rng
 from mprun.training.result import OVERFLOW
@@ -171,15 +172,18 @@ def test_an_in_place_activation_does_not_reach_what_came_before(make_state) -> N
 
 
 def test_what_a_product_gives_back_before_it_is_rounded() -> None:
-    """Held against float64, for rows at even distances; only where the module computes what its class says."""
+    """Held against float64, for some rows, none of them twice; only where the module computes what its class says."""
     torch.manual_seed(0)
     linear = nn.Linear(5, 7)
-    grad = torch.randn(100, 7).half()
-    part = given_back(linear, grad, torch.Size((100, 5)))
-    assert part is not None
-    whole = grad.double() @ linear.weight.double()
-    assert torch.allclose(part.values.double(), whole[::3], atol=1e-5)
-    assert part.of == pytest.approx(100 / len(part.values))
+    for count in (1, 2, 32, 33, 100, 1088):
+        grad = torch.randn(count, 7).half()
+        part = given_back(linear, grad, torch.Size((count, 5)))
+        assert part is not None
+        whole = grad.double() @ linear.weight.detach().double()
+        far = torch.cdist(part.values.double(), whole)
+        assert float(far.amin(1).max()) < 1e-5
+        assert len(far.argmin(1).unique()) == len(part.values) == min(count, 32)
+        assert part.of == pytest.approx(count / len(part.values))
     for conv, shape in (
         (nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), (3, 4, 9, 8)),
         (nn.Conv1d(4, 6, 3, dilation=2), (3, 4, 19)),
@@ -204,6 +208,27 @@ def test_what_a_product_gives_back_before_it_is_rounded() -> None:
         nn.utils.parametrizations.weight_norm(nn.Linear(5, 7)),
     ):
         assert given_back(module, torch.ones(2, 7).half(), torch.Size((2, 5))) is None
+
+
+@pytest.mark.parametrize(("size", "tokens"), [(64, 16), (32, 17), (64, 50), (96, 8)])
+def test_the_rows_of_a_product_stand_for_all_tokens(size: int, tokens: int) -> None:
+    """Where the first token alone has a gradient, as in front of a classifier, few of the rows have one."""
+    grad = torch.zeros(size, tokens, 7)
+    grad[:, 0] = 1
+    part = given_back(nn.Linear(5, 7), grad.half(), torch.Size((size, tokens, 5)))
+    assert part is not None
+    seen = (part.values != 0).any(1).double().mean()
+    assert abs(float(seen) - 1 / tokens) < 1.5 / 32
+
+
+def test_what_a_product_gives_back_counts_as_often_as_there_are_rows(make_state) -> None:
+    """So that modules weigh what they weigh in the run when they are taken together."""
+    found = sampled(make_state(made(Net), **FP16), window(2, size=320)).modules
+    for path in ("blocks.0.fc", "head"):
+        assert found[path]["input_grad"].count == pytest.approx(2 * 320 * 8, rel=0.02)
+        grad = sampled(make_state(made(Net), **FP16), window(2, size=20)).modules[path]["input_grad"]
+        assert grad.rms > 0
+        assert math.isclose(sum(grad.bins) + grad.zeros, grad.count)
 
 
 @pytest.mark.parametrize(
