@@ -96,14 +96,17 @@ class SkipRate:
     warned: bool = False
 
     def add(self, attempt: int, skipped: bool) -> float | None:
-        """Take in an attempt. The rate, the first time that it is above ``limit``; otherwise None."""
+        """Take in an attempt. The rate, at the first skip at which it is above ``limit``; otherwise None.
+
+        At a skip, because only a step that was skipped can be examined for the cause.
+        """
         if attempt <= self.grace:
             return None
         self.recent.append(skipped)
         if len(self.recent) > self.window:
             self.recent.popleft()
         rate = sum(self.recent) / len(self.recent)
-        if self.warned or len(self.recent) < self.window or rate <= self.limit:
+        if self.warned or not skipped or len(self.recent) < self.window or rate <= self.limit:
             return None
         self.warned = True
         return rate
