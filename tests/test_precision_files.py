@@ -8,12 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from mprun.cli import main
+from mprun.commands.search import _write_option
 from mprun.compose import compose
 from mprun.config import DType, Mode, ScaleKind
 from mprun.errors import ConfigError, MprunError
+from mprun.lab.findings import _yaml
+from mprun.lab.found import Found
+from mprun.lab.recommended import option_text
 from mprun.options import options, tree
 
 TINY = ["model=mlp", "dataset=digits", "dataset.limit=64", "train.batch_size=32", "tracking=disabled", "device=cpu"]
@@ -153,3 +159,28 @@ def test_reading_a_file_imports_no_torch(tmp_path: Path) -> None:
 
     code = f"import sys; from mprun.cli import main; main(['show', 'precision={write(tmp_path / 'm.yaml')}']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+# --- files that the lab writes ----------------------------------------------------------------------------------------
+
+
+@given(st.from_regex(r"[A-Za-z0-9_]{1,4}(\.[A-Za-z0-9_]{1,4}){0,2}", fullmatch=True))
+@example("1.10")  # YAML's number 1.1, which is another module
+@example("1_0")
+@example("1e5")
+@example("on")
+@example("No")
+def test_the_name_of_a_module_survives_a_file(name: str) -> None:
+    assert OmegaConf.create(f"fp32_modules:\n  - {_yaml(name)}\n").fp32_modules[0] == name
+    text = option_text({"fp32_modules": [name]}, ["about"], {name: "why"})
+    assert OmegaConf.create(text).fp32_modules[0] == name
+    assert text.endswith("# why\n")
+
+
+@pytest.mark.parametrize("scale", [2.0**-12, 2.0**24])
+def test_a_scale_beyond_the_bounds_of_the_policy_widens_them(tmp_path: Path, scale: float) -> None:
+    bounds = ["precision.loss_scale.min=1", "precision.loss_scale.max=65536"]
+    config = compose(["precision=fp16_dynamic", *bounds]).config
+    (tmp_path / "precision").mkdir()
+    file = _write_option(config, Found("none", None, loss_scale=scale), tmp_path)
+    assert compose([f"precision={file}"]).config.precision.loss_scale.init == scale

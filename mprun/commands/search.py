@@ -174,7 +174,8 @@ def _write_option(config: Config, found: Found, folder: Path) -> Path | None:
     if found.loss_scale is not None:
         scale = precision["loss_scale"]
         kind = ScaleKind.static.name if scale["kind"] == ScaleKind.none.name else scale["kind"]
-        precision["loss_scale"] = {**scale, "kind": kind, "init": found.loss_scale}
+        bounds = {"min": min(scale["min"], found.loss_scale), "max": max(scale["max"], found.loss_scale)}
+        precision["loss_scale"] = {**scale, **bounds, "kind": kind, "init": found.loss_scale}
     if found.cause is not None:
         about.append(found.cause.message)
     if known := certainty(found):

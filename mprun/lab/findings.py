@@ -17,6 +17,7 @@ from mprun.numerics.formats import FORMATS
 
 # Below what rounding leaves by more than this, the format's digits cost a module something.
 COSTS_DB = 25.0
+YAML_WORDS = ("none", "null", "true", "false", "yes", "no", "on", "off")
 
 
 def as_plain(found: Diagnosis) -> dict[str, Any]:
@@ -211,6 +212,7 @@ def _yaml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        plain = value.replace("_", "").replace(".", "").isalnum() and value not in ("none", "null")
+        # A module may be called 1.10 or on, which YAML would take for 1.1 and True.
+        plain = value.replace(".", "_").isidentifier() and value.lower() not in YAML_WORDS
         return value if plain else "'" + value.replace("'", "''") + "'"
     return repr(value)
