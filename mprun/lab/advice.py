@@ -12,9 +12,9 @@ The safe interval of a static scale S, in powers of two::
             where the gradients that become 0 are more than STARVED of the norm of all its gradients: many tiny gradients may go,
             as long as what they add up to is small beside the rest
 
-The static scale is ``high``, but at most ``late / HEADROOM`` and not below ``low``; ``late`` is ``high`` of the second half of
-the steps. The first steps have the largest gradients of most runs, and they have been seen; what is to come looks like the end,
-and may grow beyond it, which a static scale cannot follow. The dynamic scale starts at ``high``: it can.
+The static scale is ``high``, but at most ``late / HEADROOM`` and not below ``low``; ``late`` is ``high`` of the sampled
+steps in the second half. Most runs have their largest gradients in the first steps or in single spikes, which have been seen; what
+is to come looks like the end, and may grow beyond it, which a static scale cannot follow. The dynamic scale starts at ``high``.
 """
 
 from __future__ import annotations

@@ -262,11 +262,11 @@ def find_scale(replay: Replay, measured: Measured, found: Proposal, looks: Seque
     if not found.scaled:
         return
     inside, half = _inside(measured, found.held, looks), len(measured.reference.losses) // 2
-    factor = inside / _unseen(measured, 0)
+    factor = inside / _unseen(measured)
     samples, form = [*measured.samples.values()], FORMATS[found.dtype]
     found.rows = scale_rows(samples, found.held, form, factor=factor)
     ending = [modules for step, modules in measured.samples.items() if step >= half] or samples
-    late = interval(scale_rows(ending, found.held, form, factor=inside / _unseen(measured, half))).high
+    late = interval(scale_rows(ending, found.held, form, factor=inside)).high
     found.interval = dataclasses.replace(interval(found.rows), late=late)
     found.static, found.init = found.interval.static, found.interval.init
 
@@ -313,11 +313,11 @@ def _inside(measured: Measured, held: Held, looks: Sequence[Look]) -> float:
     return min(statistics.median(ratios), largest, 1.0)
 
 
-def _unseen(measured: Measured, start: int) -> float:
-    """How much larger the gradient's norm was at any step from ``start`` on than at the sampled ones; at least 1."""
+def _unseen(measured: Measured) -> float:
+    """How much larger the gradient's norm was at any step than at the sampled ones; at least 1."""
     norms = measured.reference.curve.grad_norms
-    seen = max((norms[step] for step in measured.samples if start <= step < len(norms)), default=0.0)
-    return max(max(norms[start:]) / seen, 1.0) if seen else 1.0
+    seen = max((norms[step] for step in measured.samples if step < len(norms)), default=0.0)
+    return max(max(norms) / seen, 1.0) if seen else 1.0
 
 
 def _no_scale(found: Proposal) -> str:
