@@ -13,8 +13,9 @@ The safe interval of a static scale S, in powers of two::
             as long as what they add up to is small beside the rest
 
 The static scale is ``high``, but at most ``late / HEADROOM`` and not below ``low``; ``late`` is ``high`` of the sampled
-steps in the second half. Most runs have their largest gradients in the first steps or in single spikes, which have been seen; what
-is to come looks like the end, and may grow beyond it, which a static scale cannot follow. The dynamic scale starts at ``high``.
+steps in the second half. Most runs have their largest gradients in the first steps or in single spikes, which have been seen;
+what is to come looks like the end, and may grow beyond it, which a static scale cannot follow. The dynamic scale starts at
+``high``: it can.
 """
 
 from __future__ import annotations
