@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 from mprun.cli import main
+from mprun.numerics.probe import Probe, Sample
 from mprun.precision.cpu_autocast import POLICY
 from mprun.training.build import switches
+from mprun.training.env import step_rng
+from mprun.training.postmortem import examine
 from mprun.training.result import OVERFLOW
 from mprun.training.schedule import build_schedule
 from mprun.training.state import build_state
@@ -104,6 +107,53 @@ def test_a_skipped_step_leaves_every_byte(cuda):
         assert all(torch.equal(before[name], value) for name, value in state.model.state_dict().items())
         after = [value for entry in state.optimizer.state.values() for value in entry.values()]
         assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("mode", [{}, FP16], ids=["fp32", "fp16"])
+def test_a_sampled_step_waits_for_nothing_and_sees_what_the_cpu_sees(cuda, mode, deterministic, monkeypatch):
+    monkeypatch.setenv(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # which torch asks for where results are to be reproducible
+    torch.manual_seed(0)
+    model, samples = Net(), dict[str, Sample]()
+    for device in (torch.device("cpu"), cuda):
+        config, make = build(device, model, **mode, deterministic=deterministic)
+        with switches(config, device):
+            state, window, probe = make(), [net_batch(device)], Probe()
+            train_step(state, window)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                with probe.watch(state):
+                    train_step(state, window, probe=probe)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            samples[device.type] = probe.read()
+    here, there = samples["cpu"].modules, samples["cuda"].modules
+    assert here.keys() == there.keys()
+    for path, tensors in here.items():
+        assert tensors.keys() == there[path].keys()
+        for name, found in tensors.items():
+            assert (found.count, found.nonfinite) == (there[path][name].count, 0)
+            assert there[path][name].amax == pytest.approx(found.amax, rel=5e-2, abs=1e-6), (path, name)
+
+
+def test_a_post_mortem_says_what_it_says_on_the_cpu(cuda):
+    keys, verdicts = {**FP16, **REGRESSION, "precision.loss_scale.init": 2.0**15}, []
+    for device in (torch.device("cpu"), cuda):
+        config, make = build(device, toy(), **keys)
+        with switches(config, device):
+            state, rng = make(), step_rng(device)
+            window = [batch(torch.ones(1, 1, device=device), torch.full((1, 1), 1000.0, device=device))]
+            assert train_step(state, window).read().outcome == OVERFLOW
+            found = examine(state, window, loss_scale=2.0**15, rng=rng)
+            large = [batch(torch.full((1, 1), 3e4, device=device), torch.zeros(1, 1, device=device))]
+            state.model.weight.data.fill_(3.0)
+            beyond = examine(state, large, loss_scale=1.0, rng=rng)
+            verdicts.append((found.kind, found.largest_scale, beyond.kind, beyond.module, beyond.factor))
+    assert verdicts[0] == verdicts[1]
+    assert verdicts[0][:3] == ("scale_search", 32.0, "overflow_forward")
 
 
 @pytest.mark.parametrize(("name", "call"), [

@@ -264,6 +264,9 @@ def test_gap_of_curves_on_the_steps_in_common() -> None:
     assert found.rms == pytest.approx(0.1)
     assert math.isnan(found.ratio)
     assert found.runs == 1
+    found = curve_gap(base, {0: ([10, 40], [4.0, 1.0]), 1: ([10, 40], [9.0, 9.0])})  # seed 1 has no partner
+    assert found is not None
+    assert (found.runs, found.rms) == (1, pytest.approx(0.0))
     assert curve_gap(base, {}) is None
     assert curve_gap(base, {0: ([1.0], [math.nan])}) is None
 

@@ -71,10 +71,10 @@ def _run(composed: Composed, folder: Path) -> int:
         status = "ok" if found.chosen else "failed"
     except KeyboardInterrupt:
         status, code, error = "interrupted", 130, "stopped by SIGINT; what is known so far is here"
-    except MprunError:
+    except MprunError as failure:
         if found.measured is None:
             raise  # refused before anything was measured: nothing is worth a folder
-        status, code, error = "failed", 1, str(sys.exc_info()[1])
+        status, code, error = "failed", 1, str(failure)
     content: dict[str, Any] = {"command": FOLDER, "status": status, "error": error, "exit_code": code, "wall_s": None}
     content |= as_plain(found)
     if found.chosen is None and status == "ok":

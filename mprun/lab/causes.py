@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mprun.config import Config
@@ -20,6 +19,7 @@ from mprun.lab.evaluate import Evaluator, all_finite
 from mprun.lab.reference import Reference, SavedState, reference
 from mprun.lab.replay import Replay
 from mprun.precision.policy import map_tensors
+from mprun.training.blame import nonfinite_samples
 
 ROSE = 2.0  # an FP32 loss that ends so many times above its start has diverged
 LOWER = (10.0, 100.0)  # learning rates that are tried: divided by these
@@ -92,7 +92,7 @@ def trouble_in_fp32(run: Reference, config: Config, *, steps: int) -> Cause | No
 
 def _data(run: Reference, broken: SavedState) -> Cause | None:
     """Whether the window that ended the FP32 run is bad by itself: non-finite, or too much for the initial weights already."""
-    ids = [int(i) for batch in broken.window for i in bad_samples(batch)]
+    ids = [i for batch in broken.window for i in nonfinite_samples(batch)]
     if ids:
         return Cause(
             "data",
@@ -136,20 +136,6 @@ def only(window: Sequence[Batch], sample: int) -> Batch:
         return t[[place, place]] if t.ndim and t.shape[0] == rows else t
 
     return Batch(map_tensors(batch.inputs, cut), cut(batch.targets), batch.ids[[place, place]])
-
-
-def bad_samples(batch: Batch) -> list[int]:
-    """Ids of the samples whose input or target holds NaN or inf."""
-    rows = len(batch.ids)
-    bad = torch.zeros(rows, dtype=torch.bool)
-
-    def look(t: Tensor) -> None:
-        nonlocal bad
-        if t.is_floating_point() and t.ndim and t.shape[0] == rows:
-            bad |= ~t.detach().cpu().isfinite().flatten(1).all(1) if t.ndim > 1 else ~t.detach().cpu().isfinite()
-
-    map_tensors([batch.inputs, batch.targets], look)
-    return [int(i) for i in batch.ids[bad]]
 
 
 def samples(ids: Sequence[int]) -> str:

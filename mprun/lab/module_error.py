@@ -45,7 +45,10 @@ class ModuleError:
 
 
 def rounding_db(form: Format) -> float:
-    """SQNR of numbers that were rounded to ``form`` once, the error being uniform within half an ulp at 1.5 or so."""
+    """SQNR of numbers near 1 that were rounded to ``form`` once: ``1 / (eps^2 / 12)``, the error uniform within half an ulp.
+
+    Numbers of all mantissas have some 3 dB more: an ulp is largest beside a number just above a power of two.
+    """
     return 20 * math.log10(1 / form.eps) + 10.8
 
 

@@ -60,7 +60,7 @@ class CurveGap:
         ratio: ``rms / spread``; NaN with one seed.
         last_frac: gap over the last tenth of the steps, as a fraction of the baseline's mean there; above 0 is worse.
         worst_step: where the gap is largest.
-        runs: how many curves of the candidate count.
+        runs: how many curves of the candidate count: where seeds can be paired, those that are.
     """
 
     rms: float
@@ -108,7 +108,7 @@ def curve_gap(
     level = float(np.mean(np.abs(mean_b[-tail:])))
     last = float(np.mean(gap[-tail:])) / level if level > 0 else math.nan
     ratio = rms / spread if spread > 0 else math.nan
-    return CurveGap(rms, spread, ratio, last, float(grid[int(np.argmax(np.abs(gap)))]), len(c))
+    return CurveGap(rms, spread, ratio, last, float(grid[int(np.argmax(np.abs(gap)))]), len(both or c))
 
 
 def _finite(x: Sequence[float], y: Sequence[float]) -> tuple[Array, Array] | None:

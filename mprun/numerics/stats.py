@@ -175,7 +175,7 @@ def _flat(tensor: Tensor, order: list[int] | None) -> Tensor:
     tensor = tensor.detach() if order is None else tensor.detach().permute(order)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.reshape(-1)
+    return tensor.resolve_neg().reshape(-1)
 
 
 def _look_here(pieces: Iterable[Tensor]) -> Tensor:
