@@ -16,7 +16,7 @@ from mprun.data import build_data
 from mprun.data.base import Data
 from mprun.errors import CheckpointError, ConfigError
 from mprun.models.build import build_model
-from mprun.numerics.probe import select
+from mprun.numerics.watchable import select
 from mprun.precision.cpu_autocast import cuda_operation_list
 from mprun.precision.cpu_half import cpu_half_kernels, resolve
 from mprun.precision.policy import PrecisionPolicy, check_support, matmul_precision

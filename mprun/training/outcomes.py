@@ -9,6 +9,7 @@ import torch
 
 from mprun.config import OnNonFiniteLoss
 from mprun.errors import LossScaleError, MprunError, NonFiniteError
+from mprun.numerics.probe import Probe
 from mprun.numerics.sample import record as probe_record
 from mprun.training.blame import input_overflow
 from mprun.training.examination import Case
@@ -40,7 +41,7 @@ def drain(run: Run) -> None:
         else:
             counters.nonfinite += 1
         if entry.probe is not None:
-            emit(run, probe_record(entry.probe.read()))
+            _record_probe(run, number, entry.probe)
         if row.outcome != APPLIED:
             emit(run, _skip_record(run, row, number, entry))
         if row.inf_inputs and not run.told_inf_inputs:
@@ -59,6 +60,21 @@ def drain(run: Run) -> None:
             )
         if row.consecutive_skips >= state.loss_scale.patience:
             _raise_patience(case)
+
+
+def _record_probe(run: Run, number: int, probe: Probe) -> None:
+    """Record a sample. One that could not be made is told of the first time; the run goes on unchanged."""
+    try:
+        record = probe_record(probe.read())
+    except (
+        Exception
+    ) as error:  # it is only an explanation: modules return what they like, and the memory may be too small
+        if not run.told_probe:
+            run.told_probe = True
+            rest = "probe.modules=[...] looks at other modules only, probe.every=0 at none"
+            warn(run, f"the probe could not sample attempt {number}, {error}; training is not touched by it; {rest}")
+        return
+    emit(run, record)
 
 
 def _skip_record(run: Run, row: StepRow, number: int, entry: Pending) -> dict[str, Any]:

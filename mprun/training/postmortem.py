@@ -13,8 +13,9 @@ overflows gets one too, and so on; at last every rule that is not needed is drop
 work is proposed.
 
 FP32 means the FP32 truth in FP32: of ``master`` mode the masters, of ``pure`` mode the half parameters themselves.
-Deviations that remain: modules that draw from Python's or numpy's generators see other numbers; attributes that are
-no buffers stay as the replay leaves them; on an accelerator the parameters may have gone on since (``moved``).
+Deviations that remain: modules that draw from Python's or numpy's generators, or from one of their own, see other numbers, and
+attributes are as the step has left them (afterwards they are put back, :mod:`mprun.training.attributes`); on an accelerator
+the parameters may have gone on since (``moved``).
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from mprun.precision.casting import apply_plan, plain_class
 from mprun.precision.master import Masters, take_truths
 from mprun.precision.overrides import make_plan
 from mprun.precision.policy import PrecisionPolicy, map_tensors
+from mprun.training.attributes import Attributes
 from mprun.training.env import capture_rng, restore_rng, restore_step_rng
 from mprun.training.recompute import apply_checkpointing, is_recomputed
 from mprun.training.state import TrainState
@@ -72,6 +73,10 @@ class Exam:
     first_loss: float | None = None
     replays: int = 0
     began: float = field(default_factory=time.monotonic)
+    attributes: Attributes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.attributes = Attributes(self.state.model.modules())
 
     @property
     def spent_s(self) -> float:
@@ -79,9 +84,12 @@ class Exam:
         return time.monotonic() - self.began
 
     def run(self, scale: float = 1.0, policy: PrecisionPolicy | None = None, *, traced: bool = False) -> Replay:
-        """:func:`run_again`, counted."""
+        """:func:`run_again`, counted. Attributes of modules are put back too, so that every replay finds the same ones."""
         self.replays += 1
-        return run_again(self.state, self.window, scale=scale, rng=self.rng, policy=policy, traced=traced)
+        try:
+            return run_again(self.state, self.window, scale=scale, rng=self.rng, policy=policy, traced=traced)
+        finally:
+            self.attributes.restore()
 
 
 def run_again(

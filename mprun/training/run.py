@@ -85,6 +85,7 @@ class Run:
     examples: int = 0
     stop_signal: int | None = None
     told_inf_inputs: bool = False
+    told_probe: bool = False
     first_batch: str | None = None  # hash of the ids of the run's first batch; None for a run that goes on
 
 
