@@ -275,3 +275,10 @@ def test_smoothing_keeps_a_line_and_the_mean_of_a_constant() -> None:
     line = np.arange(100, dtype=np.float64)
     assert smooth(line)[5:95] == pytest.approx(line[5:95])
     assert smooth(np.full(7, 3.0), 5) == pytest.approx(3.0)
+    assert smooth(np.array([1.0, 2.0, 6.0, 3.0]), 3) == pytest.approx([1.5, 3.0, 11 / 3, 4.5])
+
+
+def test_smoothing_forgets_a_spike() -> None:
+    values = np.ones(200)
+    values[20] = 1e18
+    assert smooth(values)[40:] == pytest.approx(1.0)

@@ -119,11 +119,12 @@ def _finite(x: Sequence[float], y: Sequence[float]) -> tuple[Array, Array] | Non
 
 
 def smooth(values: Array, width: int | None = None) -> Array:
-    """Centred moving mean over ``width`` points (a twentieth of them, odd); at the ends over those that there are."""
-    width = width or len(values) // 20 | 1
-    half = width // 2
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    place = np.arange(len(values))
-    low, high = np.maximum(place - half, 0), np.minimum(place + half + 1, len(values))
-    means: Array = (sums[high] - sums[low]) / (high - low)
+    """Centred moving mean over ``width`` points (a twentieth of them, odd); at the ends over those that there are.
+
+    Each window is summed by itself: differences of running sums would lose every loss that follows a spike of 1e18.
+    """
+    window = np.ones(width or len(values) // 20 | 1)
+    half = len(window) // 2
+    sums, counts = (np.convolve(x, window)[half : half + len(values)] for x in (values, np.ones(len(values))))
+    means: Array = sums / counts
     return means
