@@ -295,6 +295,54 @@ def test_the_peak_is_relative_to_the_limit():
     assert relative_peak({"amax": 65504.0}, form, 1.0) == 0
     assert relative_peak({"amax": 2.0}, form, 32752.0) == 0
     assert math.isnan(relative_peak({"amax": 0.0}, form, 1.0))
+    assert relative_peak({"amax": 1.0, "nonfinite": 1}, form, 1.0) == math.inf
+
+
+def test_what_overflowed_is_the_worst_and_is_not_named_by_its_largest_finite_number(tmp_path):
+    folder = full_run(tmp_path / "run", steps=100, every=50)
+    over = sample(99)
+    over["modules"]["head"]["activation"] |= {"amax": 65504.0, "nonfinite": 7}
+    write_probe(folder, [sample(1), over])
+    page = page_of(folder)
+    assert "At attempt 99 activations of head hold inf or NaN." in visible(page)
+    assert "100% of FP16's largest number" not in visible(page)
+    assert "of which 1 module had some, count for nothing" in visible(page)
+    heat, marks = figures(page)["amax-activation"]["data"]
+    rows = len(heat["z"])
+    assert heat["customdata"][0][1] == ["head", 99, "inf or NaN among the numbers"]
+    assert (marks["x"], marks["y"]) == ([1], [0])
+    assert figures(page)["amax-activation"]["layout"]["yaxis"]["range"] == [rows - 0.5, -0.5]
+    found = Grid(("a", "b", "c"), (1, 2), np.array([[5.0, 1.0], [math.inf, 2.0], [math.nan, 3.0]]))
+    assert worst_first(found, 2).modules == ("b", "a")
+    assert found.worst() == ("a", 1, 5.0)
+    assert fewer_columns(found, 1).values[:, 0].tolist() == [5.0, math.inf, 3.0]
+
+
+def test_a_sample_without_a_finite_gradient_is_not_called_free_of_underflow(tmp_path):
+    folder = full_run(tmp_path / "run", steps=100, every=50)
+    lost = sample(1)
+    for tensors in lost["modules"].values():
+        for name in tensors.keys() & {"activation_grad", "input_grad"}:
+            tensors[name] = {"count": 8, "zeros": 0, "nonfinite": 8, "amax": 0.0, "rms": 0.0, "low": 0, "bins": []}
+    write_probe(folder, [lost])
+    text = visible(page_of(folder))
+    assert "Activation gradients: no sample has a finite number but 0." in text
+    assert "1 sample of the probe" in text
+
+
+def test_a_diagnosis_begins_with_what_the_terminal_showed(tmp_path):
+    result = {
+        "command": "diagnose", "status": "ok", "reason": "FP16 follows", "modules": [],
+        "recommended": {"dtype": "float16", "loss_scale": {"init": 65536.0, "static": 32768.0, "low": 0.5, "high": 65536.0}, "fp32_modules": ["big"]},
+        "float16": {"trials": [{"kind": "dynamic", "init": 65536.0, "steps": 40, "skips": 1, "loss_gap": 0.0, "allowed_gap": 0.1, "ok": True}]},
+    }  # fmt: skip
+    folder = made_run(tmp_path / "run", result=result)
+    (folder / "precision").mkdir()
+    (folder / "precision" / "recommended.yaml").write_text("# FP16 follows.\nname: x\n")
+    text = visible(page_of(folder))
+    assert "FP16, dynamic scale from 2^16 (static: 2^15; safe 2^-1 to 2^16); in FP32: big" in " ".join(text.split())
+    assert "float16.trials" in text
+    assert text.count("FP16 follows") == 3  # once in the words, then as the reason and in the file
 
 
 def test_many_modules_and_samples_are_cut_to_the_worst(tmp_path):
@@ -500,7 +548,10 @@ def test_a_comparison_is_judged_anew_wherever_its_folder_lies(tmp_path):
         }
         for label in ("fp32", "bf16_pure")
     }  # fmt: skip
-    states = [{"step": step, "loss_scale": 1.0, "total_db": 3.0, "modules": {"head": 2.0 + step, "stem": 41.0}} for step in (0, 10)]
+    states = [
+        {"step": step, "loss_scale": 1.0, "total_db": 3.0, "modules": {"head": 2.0 + step, "stem": 41.0}}
+        for step in (0, 10)
+    ]
     found = build(
         tmp_path / "c", places, name="x", baseline="fp32", metric="val/top1", margin=0.01, spread=2.0, confidence=0.95,
         measured={"bf16_pure": {"gradients": states}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from io import StringIO
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -27,6 +28,18 @@ def print_diagnosis(console: Console, result: Mapping[str, Any]) -> None:
         _scales(console, fp16, result.get("recommended") or {})
     console.print()
     _trials(console, result)
+
+
+def diagnosis_text(result: Mapping[str, Any], width: int = WIDE) -> str:
+    """The same as plain text of ``width`` columns; empty where ``result`` is not one of diagnose."""
+    console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
+    try:
+        print_diagnosis(console, result)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return ""
+    written = console.file
+    assert isinstance(written, StringIO)
+    return "\n".join(line.rstrip() for line in written.getvalue().strip("\n").splitlines())
 
 
 def _modules(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -21,6 +21,8 @@ LOSS_RAMP = ((0.0, "#ffffff"), (0.25, "#fdd9b0"), (0.5, "#f59c5b"), (0.75, "#d14
 FLOOR = 1e-5
 BLUE, MIDDLE, ORANGE, RED = "#2166ac", "#f4f4ee", "#e8832a", "#8b0f0f"
 ROW_PX = 17
+# A heatmap is never lower than LOWEST_PX, of which EDGE_PX are not the map; a label of the colour bar needs LABEL_PX.
+LOWEST_PX, EDGE_PX, LABEL_PX = 230, 90, 12
 
 
 def underflow_map(grid: Grid) -> Figure:
@@ -33,7 +35,10 @@ def underflow_map(grid: Grid) -> Figure:
 
 
 def peak_map(grid: Grid, form: Format) -> Figure:
-    """log2 of amax over the largest number; the limits of ``form`` are marked in the colour bar, a cell beyond it with ×."""
+    """log2 of amax over the largest number; the limits of ``form`` are marked in the colour bar.
+
+    A cell beyond it, or with inf or NaN, has a ×.
+    """
     normal, least = (math.log2(value / form.max) for value in (form.smallest_normal, form.smallest_subnormal))
     low = max(least, -48.0)
     span = 2.0 - low
@@ -48,6 +53,8 @@ def peak_map(grid: Grid, form: Format) -> Figure:
         ramp = [[0.0, BLUE], [0.5, MIDDLE], [(0 - low) / span, RED], [1.0, "#000000"]]
     marks = {0.0: f"limit {form.max:.5g}", -3.0: "1/8 of it", -12.0: "2<sup>−12</sup>"}
     marks |= {edge: name for edge, name in ((normal, "smallest normal"), (least, "smallest")) if edge >= low}
+    if _bar_px(len(grid.modules)) * 3 / span < LABEL_PX:
+        del marks[-3.0]  # it would lie on the limit's
     bar = {"tickvals": list(marks), "ticktext": list(marks.values())}
     text = [[_peak(value, form) for value in row] for row in grid.values.tolist()]
     figure = _map(grid, np.clip(grid.values, low, 2.0), (low, 2.0), ramp, bar, text)
@@ -82,22 +89,30 @@ def _map(
         "colorbar": {"thickness": 12, "outlinewidth": 0, "tickfont": {"size": 10, "color": GREY}, "len": 1, "y": 0.5, **bar},
     }  # fmt: skip
     names = [escaped(_shortened(name or "(model)")) for name in grid.modules]
-    height = max(90 + ROW_PX * len(names), 230)
     return {
         "data": [data],
         "layout": layout(
-            height,
+            _bar_px(len(names)) + EDGE_PX,
+            # The ranges are given: by itself plotly leaves room around markers, and forgets rows without a number.
             xaxis=axis(
                 place,
+                range=[-0.5, count - 0.5],
                 tickvals=places,
                 ticktext=[f"{grid.attempts[place]:,}" for place in places],
                 showgrid=False,
                 tickangle=0,
             ),
-            yaxis=axis("", tickvals=list(range(len(names))), ticktext=names, autorange="reversed", showgrid=False),
+            yaxis=axis(
+                "", tickvals=list(range(len(names))), ticktext=names, range=[len(names) - 0.5, -0.5], showgrid=False
+            ),
             plot_bgcolor="#eceef1",
         ),
     }
+
+
+def _bar_px(rows: int) -> int:
+    """How high a heatmap of so many rows is."""
+    return max(ROW_PX * rows, LOWEST_PX - EDGE_PX)
 
 
 def _shortened(name: str, most: int = 34) -> str:
@@ -111,6 +126,8 @@ def _percent(value: float) -> str:
 def _peak(value: float, form: Format) -> str:
     if math.isnan(value):
         return "only zeros"
+    if math.isinf(value):
+        return "inf or NaN among the numbers"
     return f"amax {form.max * 2.0**value:.3g}, 2^{value:+.1f} of the limit"
 
 

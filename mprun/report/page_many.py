@@ -1,7 +1,8 @@
 """The page of several runs (a sweep, any folder above runs), and that of what a command of the lab found.
 
 What the lab wrote is shown as it is: numbers and words as facts, lists of alike things as tables, so that a page needs to know
-nothing of a command. The SQNR of gradients by module and step is the one exception: it becomes a heatmap.
+nothing of a command. There are two exceptions: the SQNR of gradients by module and step becomes a heatmap, and a diagnosis
+begins with what the terminal showed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from mprun.report import html_maps as maps
 from mprun.report.curves import Trace, merge, trace_of
+from mprun.report.diagnose_text import diagnosis_text
 from mprun.report.draw_html import curves_figure
 from mprun.report.html_page import Page, Plot, Section, escape, folded, note, table, words
 from mprun.report.page_data import RunFiles
@@ -146,7 +148,7 @@ def _runs_table(rows: Sequence[RunRow], by: Sequence[str] = ()) -> str:
 def lab_page(files: RunFiles, recommended: str, runs: Runs | None) -> Page:
     """``result.json`` of compare, diagnose or search, the precision file that it wrote, and curves of the runs below it."""
     result = dict(files.result)
-    command = str(files.config.get("command") or result.get("command") or "lab")
+    command = str(result.get("command") or files.config.get("command") or "lab")
     status = str(result.get("verdict") or files.status)
     level = LEVELS.get(status, level_of(files.status))
     # What a person is to know is in the head of the file.
@@ -154,13 +156,20 @@ def lab_page(files: RunFiles, recommended: str, runs: Runs | None) -> Page:
         line.removeprefix("#").strip()
         for line in takewhile(lambda line: line.startswith("#"), recommended.splitlines())
     ]
-    said = [(level, text) for text in [*_texts(result), *header] if text]
+    # Some of it is said by the result too, with or without a full stop.
+    texts = {text.rstrip("."): text for text in [*_texts(result), *header] if text}
+    said = [(level, text) for text in texts.values()]
     head = (
         f'<p class="about">{escape(files.folder)}</p>\n' + words(said) + "".join(note(text) for text in files.problems)
     )
     if not result:
         head += note("There is no result.json: the command was killed, or goes on.")
-    sections = [Section("Findings", findings(result))]
+    told = (
+        [Section("Diagnosis", [f"<pre>{escape(diagnosis_text(result))}</pre>"])]
+        if command == "diagnose" and result
+        else []
+    )
+    sections = [*told, Section("Findings", findings(result))]
     if heat := sqnr(result):
         sections.append(Section("Gradients against FP32", heat))
     if recommended:
@@ -196,9 +205,11 @@ def findings(result: Mapping[str, Any]) -> list[str | Plot]:
         if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
             parts += [f"<h3>{escape(key.replace('_', ' '))}</h3>", _alike(value)]
         elif isinstance(value, Mapping):
-            facts += [
-                [f"{key}.{name}", _text(item)] for name, item in flatten(value).items() if item not in (None, "", [])
-            ]
+            for name, item in flatten(value).items():
+                if isinstance(item, list) and item and all(isinstance(part, Mapping) for part in item):
+                    parts += [f"<h3>{escape(f'{key}.{name}'.replace('_', ' '))}</h3>", _alike(item)]
+                elif item not in (None, "", []):
+                    facts.append([f"{key}.{name}", _text(item)])
         else:
             facts.append([key.replace("_", " "), _text(value)])
     return [*([table(("what", "value"), facts)] if facts else []), *parts] or [note("The result is empty.")]

@@ -26,7 +26,7 @@ from mprun.report.probe_view import (
     underflow,
     worst_first,
 )
-from mprun.report.summary import scale_text
+from mprun.report.summary import counted, scale_text
 
 # Rows and columns of a heatmap: what a person can look through, and what keeps the page small.
 MODULES_MOST, SAMPLES_MOST = 40, 150
@@ -46,8 +46,9 @@ def numbers(run: RunFiles) -> list[str | Plot]:
         else f"in {form}, gradients at the loss scale of the sample"
     )
     spared = sum(view.spared(path) for path in run.probe[-1]["modules"])
-    left = f" {spared} modules in FP32 are left out: they have nothing to lose." if spared else ""
-    parts: list[str | Plot] = [note(f"{len(run.probe)} samples of the probe, {asked}. Worst modules first.{left}")]
+    left = f" Left out: {counted(spared, 'module')} in FP32, with nothing to lose." if spared else ""
+    samples = counted(len(run.probe), "sample")
+    parts: list[str | Plot] = [note(f"{samples} of the probe, {asked}. Worst modules first.{left}")]
     plots: list[Plot] = []
     for tensor, flow, noun in ((GRADIENT, FLOW, "Activation gradients"), (ACTIVATION, ACTIVATION, "Activations")):
         name = tensor.replace("_", "-")
@@ -56,7 +57,12 @@ def numbers(run: RunFiles) -> list[str | Plot]:
             parts.append(note(f"{noun}: the probe has none (a compiled model calls no hooks)."))
             continue
         if (worst := lost.worst()) is None or worst[2] < maps.FLOOR:
-            parts.append(note(f"{noun}: in no module and sample does more than 0.001% become 0."))
+            less = (
+                "in no module and sample does more than 0.001% become 0"
+                if worst
+                else "no sample has a finite number but 0"
+            )
+            parts.append(note(f"{noun}: {less}."))
         else:
             plots.append(_heatmap(f"underflow-{name}", f"{noun}: part that becomes 0", lost, maps.underflow_map))
         peaks = grid(run.probe, view, tensor, relative_peak)
@@ -74,7 +80,7 @@ def numbers(run: RunFiles) -> list[str | Plot]:
 
 def _heatmap(key: str, title: str, found: Grid, figure: Callable[[Grid], draw.Figure], *, cross: bool = False) -> Plot:
     shown = fewer_columns(worst_first(found, MODULES_MOST), SAMPLES_MOST)
-    notes = ["× beyond the limit"] if cross else []
+    notes = ["× beyond the limit, inf or NaN"] if cross else []
     if len(found.modules) > MODULES_MOST:
         notes.append(f"the worst {MODULES_MOST} of {len(found.modules)} modules")
     if len(found.attempts) > SAMPLES_MOST:
@@ -99,6 +105,11 @@ def _last(run: RunFiles, view: View) -> list[str | Plot]:
     parts: list[str | Plot] = [
         Plot("exponents", f"Exponents of all numbers, {at}", draw.exponents(found, view.main, own), wide=True)
     ]
+    lost = sum(
+        any(tensors.get(name, {}).get("nonfinite") for name in (ACTIVATION, FLOW))
+        for tensors in sample["modules"].values()
+    )
+    without = f"; inf and NaN, of which {counted(lost, 'module')} had some, count for nothing" if lost else ""
     rows = what_if(run, sample, own)
     columns = (
         "format",
@@ -110,7 +121,7 @@ def _last(run: RunFiles, view: View) -> list[str | Plot]:
     )
     return [
         *parts,
-        note(f"The same numbers in other formats, as if everything ran in them ({at}):"),
+        note(f"The same numbers in other formats, as if everything ran in them ({at}{without}):"),
         table(columns, rows),
     ]
 
@@ -126,7 +137,8 @@ def what_if(run: RunFiles, sample: Mapping[str, Any], scale: float) -> list[list
             asked = [{**sample, "loss_scale": s}]
             lost, peaks = grid(asked, view, FLOW, underflow), grid(asked, view, ACTIVATION, relative_peak)
             worst, highest = lost.worst(), peaks.worst()
-            over = int((peaks.values >= np.log2(form.overflow / form.max)).sum())
+            # What is inf or NaN already says nothing of another format.
+            over = int((np.isfinite(peaks.values) & (peaks.values >= np.log2(form.overflow / form.max))).sum())
             rows.append(
                 [
                     short(form), scale_text(s), _part(sample, form, s),

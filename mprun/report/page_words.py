@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from mprun.report.page_data import RunFiles
 from mprun.report.probe_view import ACTIVATION, FLOW, GRADIENT, Grid, View, grid, relative_peak, short, underflow
 from mprun.report.run_folders import first_line
-from mprun.report.summary import bytes_text, count_text, duration_text, number_text, scale_text
+from mprun.report.summary import bytes_text, count_text, counted, duration_text, number_text, scale_text
 
 Said = tuple[str, str]
 
@@ -47,7 +49,7 @@ def _end(run: RunFiles) -> Said:
         unknown = "The run has no result: it was killed, or goes on. What it had logged is here."
         return level_of(row), told.get(row, unknown) + _reached(run)
     applied = result.get("steps_applied")
-    after = f" after {count_text(applied)} applied steps" if isinstance(applied, int) else ""
+    after = f" after {counted(applied, 'applied step')}" if isinstance(applied, int) else ""
     if row == "ok":
         stopped = result.get("stopped")
         why = f" ({stopped})" if stopped else ""
@@ -150,7 +152,8 @@ def _skips(run: RunFiles) -> list[Said]:
     rate = len(skips) / max(attempts, 1)
     parts = ", ".join(f"{count_text(count)} {reason.replace('_', ' ')}" for reason, count in reasons.most_common())
     last = skips[-1]
-    text = f"{count_text(len(skips))} of {count_text(attempts)} attempts were skipped ({rate:.1%}): {parts}; "
+    were = "was" if len(skips) == 1 else "were"
+    text = f"{count_text(len(skips))} of {counted(attempts, 'attempt')} {were} skipped ({rate:.1%}): {parts}; "
     text += f"the last at attempt {last.get('attempt')}."
     dynamic = run.config.get("precision.loss_scale.kind") == "dynamic"
     if reasons.keys() == {"overflow"} and dynamic and _at_start(skips) and attempts > len(skips):
@@ -220,6 +223,9 @@ def _underflow(run: RunFiles, view: View, lost: Grid) -> Said:
 
 
 def _peak(run: RunFiles, view: View, peaks: Grid, noun: str, tensor: str) -> Said:
+    skipped = {record.get("attempt") for record in run.of("skip")}
+    if told := _not_finite(peaks, noun, skipped if tensor == GRADIENT else set()):
+        return "warn", told
     worst = peaks.worst()
     if worst is None:
         return "plain", ""
@@ -227,7 +233,7 @@ def _peak(run: RunFiles, view: View, peaks: Grid, noun: str, tensor: str) -> Sai
     form = view.form(module)
     if value < LOOK_PEAK:
         return "plain", ""
-    if tensor == GRADIENT and any(record.get("attempt") == attempt for record in run.of("skip")):
+    if tensor == GRADIENT and attempt in skipped:
         return "plain", ""  # the step was skipped for it, and that is told already
     sample = run.probe[peaks.attempts.index(attempt)]
     scale = view.scale(sample, tensor)
@@ -242,6 +248,17 @@ def _peak(run: RunFiles, view: View, peaks: Grid, noun: str, tensor: str) -> Sai
     would = " (FP16 is only a question here: the run is FP32)" if view.what_if else ""
     level = "bad" if over and not view.what_if else "warn"
     return level, f"{module or 'The model'}: {noun} reach {amax:.3g}{times} at attempt {attempt}: {then}{would}."
+
+
+def _not_finite(peaks: Grid, noun: str, told: set[Any]) -> str:
+    """Where the first inf or NaN is, but in the attempts that were ``told`` of already; empty where there is none."""
+    bad = np.isinf(peaks.values)
+    for column, attempt in enumerate(peaks.attempts):
+        modules = [name or "the model" for name, found in zip(peaks.modules, bad[:, column], strict=True) if found]
+        if modules and attempt not in told:
+            where = modules[0] if len(modules) == 1 else f"{len(modules)} of {len(peaks.modules)} modules"
+            return f"At attempt {attempt} {noun} of {where} hold inf or NaN."
+    return ""
 
 
 def _percent(value: float) -> str:

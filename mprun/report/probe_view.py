@@ -6,7 +6,8 @@ samples, for one question at a time:
 
 * ``underflow``: which part of the non-zero numbers becomes 0 in the module's format, gradients at the loss scale S. A gradient
   that is stored in half has lost them already, so it is looked for in what a module gives back, before it is rounded;
-* ``peak``: log2 of the largest magnitude (times S for a gradient) over the format's largest number, so that 0 is the limit.
+* ``peak``: log2 of the largest magnitude (times S for a gradient) over the format's largest number, so that 0 is the limit;
+  infinite where there is an inf or NaN, so that what has overflowed does not look better than what nearly did.
 
 A module that runs in FP32 beside others in half is left out. A run that is FP32 as a whole has nothing to fear there,
 so it is asked what FP16 would do to it at S = 1, and the page says so.
@@ -66,17 +67,18 @@ class View:
 
 @dataclass(frozen=True)
 class Grid:
-    """Float64 ``values`` of shape (modules, samples), NaN where a module has no such tensor in a sample."""
+    """Float64 ``values`` of shape (modules, samples), NaN where a module has no such tensor, or only zeros, in a sample."""
 
     modules: tuple[str, ...]
     attempts: tuple[int, ...]
     values: Array
 
     def worst(self) -> tuple[str, int, float] | None:
-        """Module, attempt and value of the largest one; None for an empty grid."""
-        if not np.isfinite(self.values).any():
+        """Module, attempt and value of the largest finite one; None for a grid without any."""
+        finite = np.isfinite(self.values)
+        if not finite.any():
             return None
-        row, column = np.unravel_index(int(np.nanargmax(self.values)), self.values.shape)
+        row, column = np.unravel_index(int(np.where(finite, self.values, -np.inf).argmax()), self.values.shape)
         return self.modules[row], self.attempts[column], float(self.values[row, column])
 
 
@@ -129,7 +131,9 @@ def underflow(stats: Mapping[str, Any], form: Format, scale: float) -> float:
 
 
 def relative_peak(stats: Mapping[str, Any], form: Format, scale: float) -> float:
-    """log2 of the largest magnitude times ``scale`` over the largest number of ``form``; NaN for zeros only."""
+    """log2 of the largest magnitude times ``scale`` over ``form``'s largest number; NaN for zeros only, inf for inf or NaN."""
+    if stats.get("nonfinite"):
+        return math.inf
     amax = float(stats["amax"]) * scale
     return math.log2(amax / form.max) if amax > 0 and math.isfinite(amax) else math.nan
 
@@ -159,9 +163,11 @@ def grid(samples: Sequence[Sample], view: View, tensor: str, measure: Measure) -
 
 def worst_first(found: Grid, most: int) -> Grid:
     """The ``most`` rows with the largest values, the largest first; rows without a value come last."""
-    filled = np.where(np.isfinite(found.values), found.values, -np.inf)
+    filled = np.where(np.isnan(found.values), -np.inf, found.values)
     peaks = filled.max(axis=1) if found.values.shape[1] else np.zeros(len(found.modules))
-    order = sorted(range(len(found.modules)), key=lambda row: -peaks[row])[:most]
+    # Among rows that overflowed, those that are nearest to the limit otherwise.
+    finite = np.where(np.isfinite(found.values), found.values, -np.inf).max(axis=1, initial=-np.inf)
+    order = sorted(range(len(found.modules)), key=lambda row: (-peaks[row], -finite[row]))[:most]
     return Grid(tuple(found.modules[row] for row in order), found.attempts, found.values[order])
 
 
@@ -171,12 +177,12 @@ def fewer_columns(found: Grid, most: int) -> Grid:
     if count <= most:
         return found
     groups = np.array_split(np.arange(count), most)
-    filled = np.where(np.isfinite(found.values), found.values, -np.inf)
+    filled = np.where(np.isnan(found.values), -np.inf, found.values)
     values = np.stack([filled[:, group].max(axis=1) for group in groups], axis=1)
     return Grid(
         found.modules,
         tuple(found.attempts[int(group[0])] for group in groups),
-        np.where(np.isinf(values), np.nan, values),
+        np.where(np.isneginf(values), np.nan, values),
     )
 
 

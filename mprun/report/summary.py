@@ -148,6 +148,11 @@ def count_text(value: float) -> str:
     return f"{value:.1f}" if isinstance(value, float) and value < 10 else f"{round(value):,}"
 
 
+def counted(value: int, noun: str) -> str:
+    """``1 step``, ``1,120 steps``."""
+    return f"{value:,} {noun}{'s' * (value != 1)}"
+
+
 def scale_text(value: float) -> str:
     """A loss scale as a power of two where it is one: ``2^16``, ``1000``."""
     mantissa, exponent = math.frexp(value)
