@@ -46,6 +46,9 @@ def translate(error: BaseException, overrides: Sequence[str]) -> str:
         return (
             f"{given} is not legal: {key} is a group of keys; set its parts, such as {NODE_SWITCH.get(key, key + '.…')}"
         )
+    if given and "str is not a ListConfig" in text:
+        value = given.partition("=")[2]
+        return f"{given} is not legal: {key} is a list; write '{key}=[{value}]'"
     telling = re.compile("could not be converted|Invalid value|Cannot|must be")
     causes = [line.strip() for line in text.splitlines() if telling.search(line)]
     full = re.search(r"full_key: (\S+)", text)

@@ -16,9 +16,10 @@ import pytest
 
 from mprun.cli import main
 from mprun.commands.compare import _folder, _jobs, exit_code
-from mprun.commands.compare_words import read
+from mprun.commands.compare_words import namesakes, read
 from mprun.compose import compose
 from mprun.config_check import to_plain
+from mprun.errors import ConfigError
 from mprun.lab.compare import gradient_errors, memory
 from mprun.lab.compare_markdown import as_json, markdown
 from mprun.lab.compare_text import decibels, terminal
@@ -62,6 +63,23 @@ def test_a_precision_file_goes_by_its_stem(folder) -> None:
     config = compose(job.words).config
     assert config.precision.fp32_modules == ["head"]
     assert config.precision.loss_scale.init == 1024
+
+
+def test_precision_files_of_one_name_have_short_labels_and_a_line_that_says_which_is_which(folder) -> None:
+    for place in ("a", "b"):
+        (folder / place).mkdir()
+        (folder / place / "recommended.yaml").write_text("defaults: [bf16]\n")
+    files = ["a/recommended.yaml", "./b/recommended.yaml"]
+    policies = read([*TINY, f"compare.precisions=fp32,{','.join(files)}"]).policies
+    assert policies == {
+        "fp32": "precision=fp32",
+        "recommended": f"precision={folder / 'a' / 'recommended.yaml'}",
+        "recommended-2": f"precision={folder / 'b' / 'recommended.yaml'}",
+    }
+    assert namesakes(policies) == ["recommended is a/recommended.yaml", "recommended-2 is b/recommended.yaml"]
+    assert namesakes({label: policies[label] for label in ("fp32", "recommended")}) == []
+    with pytest.raises(ConfigError, match=r"names \./a/recommended\.yaml twice"):
+        read([*TINY, "compare.precisions=fp32,a/recommended.yaml,./a/recommended.yaml"])
 
 
 @pytest.mark.parametrize(
@@ -242,7 +260,7 @@ def test_what_is_shown(folder) -> None:
         assert any("undecided" in line for line in lines)
     wide = "\n".join(line.plain for line in terminal(found, 200))
     assert "97.60 ± 0.14" in wide
-    assert "head 12 dB (step 0)" in wide
+    assert "head: 12 dB (step 0)" in wide
     assert "1.0 MiB" in wide
     text = markdown(found)
     assert "| bf16   | 0    | 1     | 20 dB | head 12 dB" in text

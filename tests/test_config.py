@@ -178,6 +178,13 @@ def test_recipe_beats_defaults_and_the_command_line_beats_the_recipe(tmp_path, m
     assert (config.precision.name, config.train.epochs, config.train.batch_size) == ("bf16", 7, 6)
 
 
+@pytest.mark.parametrize("word", ["trust=my_pkg", "precision.fp32_modules=head"])
+def test_one_value_for_a_list_is_refused_with_the_list_to_write(word):
+    key, _, value = word.partition("=")
+    with pytest.raises(ConfigError, match=rf"{word} is not legal: {key} is a list; write '{key}=\[{value}\]'"):
+        compose([word])
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -36,7 +36,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from mprun.commands.compare_words import Asked, read
+from mprun.commands.compare_words import Asked, namesakes, read
 from mprun.compose import compose, prepare
 from mprun.config import Config
 from mprun.errors import ConfigError
@@ -142,7 +142,7 @@ def _compare(asked: Asked, sweep: Sweep, begun: float) -> int:
         metric=asked.metric, margin=asked.config.compare.margin, spread=asked.config.compare.spread,
         confidence=asked.config.compare.confidence, measured=beside, at_once=width, words=asked.again,
     )  # fmt: skip
-    found = replace(found, notes=(*found.notes, *notes))
+    found = replace(found, notes=(*namesakes(asked.policies), *found.notes, *notes))
     code = 128 + signal if signal else exit_code(found, strict=asked.config.compare.strict)
     _write(found, code, time.perf_counter() - begun)
     _print(found)

@@ -10,6 +10,7 @@ from mprun.compose import compose, prepare, recorded
 from mprun.config import Config, Task
 from mprun.config_check import METRICS
 from mprun.errors import ConfigError, nearest
+from mprun.report.summary import shown_path
 from mprun.sweeps.plan import key_of
 
 LISTS = ("compare.precisions", "compare.seeds", "compare.gradient_steps")
@@ -110,20 +111,32 @@ def _refuse_words(base: Sequence[str]) -> None:
 
 
 def _policies(names: Sequence[str]) -> dict[str, str]:
-    """Label -> word. A file goes by its stem where that is enough.
+    """Label -> word. A file goes by its stem, a second one of that stem by ``stem-2``: a path as a label fills the table.
 
     Raises:
         ConfigError: one is given twice.
     """
     found: dict[str, str] = {}
     for name in names:
-        label = Path(name).stem if name.endswith((".yaml", ".yml")) else name
-        if label in found:
-            label = name
-        if label in found:
+        label = stem = Path(name).stem if name.endswith((".yaml", ".yml")) else name
+        word = recorded(prepare([f"precision={name}"]))[0]
+        if word in found.values():
             raise ConfigError(f"compare.precisions names {name} twice")
-        found[label] = recorded(prepare([f"precision={name}"]))[0]
+        number = 1
+        while label in found:
+            number += 1
+            label = f"{stem}-{number}"
+        found[label] = word
     return found
+
+
+def namesakes(policies: Mapping[str, str]) -> list[str]:
+    """A line for each policy file that has its stem in common with another one: which file it is."""
+    given = {label: word.partition("=")[2].strip("'\"") for label, word in policies.items()}
+    files = {label: Path(name) for label, name in given.items() if name.endswith((".yaml", ".yml"))}
+    stems = [file.stem for file in files.values()]
+    same = {label: file for label, file in files.items() if stems.count(file.stem) > 1 or label != file.stem}
+    return [f"{label} is {shown_path(file)}" for label, file in same.items()]
 
 
 def _metric(config: Config) -> str:

@@ -1,7 +1,7 @@
 """``mprun diagnose``: what FP16 and BF16 would do to this model on this data, and the precision that it should be trained in.
 
     mprun diagnose model=vit dataset=digits
-    mprun diagnose model=python model.name=my_pkg.nets:Net trust=my_pkg diagnose.steps=500
+    mprun diagnose model=python model.name=my_pkg.nets:Net 'trust=[my_pkg]' diagnose.steps=500
 
 diagnose.steps=200   FP32 steps that are measured (the run's own length if that is shorter)
 diagnose.every=10    one in so many of them in full

@@ -62,7 +62,7 @@ def gradient_rows(found: Comparison) -> tuple[list[str], list[list[str]]] | None
         for state in policy.gradients:
             ranked = sorted(state["modules"].items(), key=lambda item: (item[1], item[0]))[:3]
             worst = ", ".join(
-                f"{path or '(the model itself)'} {decibels(value)}" for path, value in ranked if value != math.inf
+                f"{path or '(the model itself)'}: {decibels(value)}" for path, value in ranked if value != math.inf
             )
             rows.append(
                 [policy.label, str(state["step"]), scale_text(state["loss_scale"]), decibels(state["total_db"]), worst]

@@ -184,9 +184,9 @@ def _hidden(every: Sequence[Column], width: int) -> list[str]:
 
 
 def worst_text(policy: PolicyResult) -> str:
-    """``gradients worst in blocks.0.norm2 25 dB (step 0), ...``."""
+    """``gradients worst in blocks.0.norm2: 25 dB (step 0), ...``."""
     worst = ", ".join(
-        f"{path or '(the model itself)'} {decibels(value)} (step {step})" for path, value, step in policy.worst_modules
+        f"{path or '(the model itself)'}: {decibels(value)} (step {step})" for path, value, step in policy.worst_modules
     )
     return f"gradients worst in {worst}"
 

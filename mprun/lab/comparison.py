@@ -223,7 +223,7 @@ def _chance(metric: str, base: Sequence[SeedRun]) -> float | None:
 def _metric_notes(finals: Mapping[int, float], chance: float | None, metric: str) -> list[str]:
     values = [value for value in finals.values() if math.isfinite(value)]
     if len(values) == 1:
-        return ["one seed of the baseline: only a breakdown or a collapse can be told; give compare.seeds=3"]
+        return ["one seed of the baseline: only a breakdown or a collapse can be told; give compare.seeds=2 at least"]
     if values and chance is not None:
         mean = statistics.fmean(values)
         if (mean - chance) * (1 if higher_is_better(metric) else -1) <= 0:

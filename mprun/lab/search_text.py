@@ -12,7 +12,7 @@ from rich.text import Text
 from mprun.lab.evaluate import ALL
 from mprun.lab.found import Found
 from mprun.report.memory import print_facts
-from mprun.report.summary import duration_text
+from mprun.report.summary import counted, duration_text
 
 STYLES = {"found": "green", "empty": "green", "interrupted": "yellow", "none": "red"}
 
@@ -36,9 +36,7 @@ def certainty(found: Found) -> str:
     if known is None:
         return ""
     if known.smallest:
-        said = (
-            "the smallest: every smaller set was tested and fails" if known.items else "nothing is smaller than nothing"
-        )
+        said = "the smallest: every smaller set was tested and fails" if known.items else "empty, the smallest there is"
     elif known.one_minimal:
         said = "1-minimal: it fails without any single one of them; a smaller set of others is not ruled out"
     else:
@@ -78,7 +76,7 @@ def facts(found: Found) -> Sequence[tuple[str, str]]:
         if skips := len(found.tracking.curve.skips):
             curve += f"; {skips} skipped"
     work = (
-        f"{found.tests} sets of {found.candidates} candidates, {found.evaluations} evaluations, {found.runs} short runs, "
-        f"{duration_text(found.seconds)}"
+        f"{counted(found.tests, 'set')} of {counted(found.candidates, 'candidate')}, {counted(found.evaluations, 'evaluation')}, "
+        f"{counted(found.runs, 'short run')}, {duration_text(found.seconds)}"
     )
     return [("the set is", certainty(found)), ("gradients", gradients), ("loss", curve), ("tested", work)]
