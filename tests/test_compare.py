@@ -263,7 +263,7 @@ def test_what_is_shown(folder) -> None:
     assert "head: 12 dB (step 0)" in wide
     assert "1.0 MiB" in wide
     text = markdown(found)
-    assert "| bf16   | 0    | 1     | 20 dB | head 12 dB" in text
+    assert "| bf16   | 0    | 1     | 20 dB | head: 12 dB" in text
     content = json.loads(json.dumps(as_json(found), default=str))
     assert content["policies"][1]["worst_modules"][0] == {"module": "head", "sqnr_db": 12.0, "step": 0}
     assert content["policies"][1]["parity"]["outcome"] == "undecided"
