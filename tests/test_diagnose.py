@@ -133,6 +133,14 @@ def test_parity_of_losses() -> None:
     assert loss_parity(exact, [loss / 2 for loss in exact]).holds  # better is not worse
 
 
+def test_noise_of_the_batches_hides_no_constant_deficit():
+    noisy = [1.0 + 0.2 * math.sin(1.7 * step) for step in range(200)]
+    assert loss_parity(noisy, [loss + 0.005 for loss in noisy]).holds
+    assert not loss_parity(noisy, [loss + 0.08 for loss in noisy]).holds
+    apart = [loss + 0.2 * math.sin(2.3 * step) for step, loss in enumerate(noisy)]  # another path, no worse
+    assert loss_parity(noisy, apart).holds
+
+
 # --- local errors -----------------------------------------------------------------------------------------------------
 
 

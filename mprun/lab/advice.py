@@ -254,8 +254,9 @@ class Parity:
 def loss_parity(exact: Sequence[float], other: Sequence[float]) -> Parity:
     """Compare the last fifth of two loss curves over the same batches.
 
-    Allowed is the larger one of 5 % of what FP32 has learned so far, 1 % of its loss, and three standard errors of the mean of
-    its own loss there: rounding sends two runs apart on different paths of the same quality.
+    Allowed is the larger one of 5 % of what FP32 has learned so far, 1 % of its loss, and three standard errors of the mean
+    difference: rounding sends two runs apart on different paths of the same quality. The batches are the same, so their own
+    noise cancels in the differences.
     """
     n = min(len(exact), len(other))
     tail = max(n // 5, min(n, 5))
@@ -263,10 +264,13 @@ def loss_parity(exact: Sequence[float], other: Sequence[float]) -> Parity:
         return Parity(math.nan, 0.0)
     a, b = exact[n - tail : n], other[n - tail : n]
     level = math.fsum(a) / tail
-    deviation = math.sqrt(math.fsum((x - level) ** 2 for x in a) / tail)
     learned = max(math.fsum(exact[: min(n, 5)]) / min(n, 5) - level, 0.0)
-    allowed = max(0.05 * learned, 0.01 * abs(level), 3 * deviation / math.sqrt(tail))
-    return Parity(math.fsum(b) / tail - level if all(map(math.isfinite, b)) else math.nan, allowed)
+    if not all(map(math.isfinite, b)):
+        return Parity(math.nan, max(0.05 * learned, 0.01 * abs(level)))
+    differences = [y - x for x, y in zip(a, b, strict=True)]
+    gap = math.fsum(differences) / tail
+    deviation = math.sqrt(math.fsum((d - gap) ** 2 for d in differences) / max(tail - 1, 1))
+    return Parity(gap, max(0.05 * learned, 0.01 * abs(level), 3 * deviation / math.sqrt(tail)))
 
 
 def power(scale: float) -> str:

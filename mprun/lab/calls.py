@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mprun.data.base import Batch
 from mprun.precision.policy import map_tensors
 from mprun.training.env import capture_rng
+from mprun.training.record import is_memory
 from mprun.training.state import TrainState
 from mprun.training.step import forward_loss, valid_targets
 
@@ -107,6 +108,8 @@ def arrivals(state: TrainState, window: Sequence[Batch]) -> tuple[dict[str, list
         try:
             state.run_forward(window[0].inputs)
         except RuntimeError as error:
+            if is_memory(error):  # no fault of the module
+                raise
             trouble = str(error).splitlines()[0]
     return found, trouble
 

@@ -24,6 +24,7 @@ from mprun.lab.replay import Replay
 from mprun.numerics.operations import FILLS, MOVES, about, floats, reach
 from mprun.numerics.places import Place, Places
 from mprun.numerics.trace import trace
+from mprun.training.record import is_memory
 from mprun.training.state import TrainState
 from mprun.training.step import forward_loss, valid_targets
 
@@ -112,6 +113,8 @@ def look_at(replay: Replay, state: TrainState, saved: SavedState, scale: float) 
                 if part.requires_grad:
                     (part * scale).backward()  # type: ignore[no-untyped-call]
             except RuntimeError as raised:
+                if is_memory(raised):  # no fault of the module
+                    raise
                 error = str(raised).splitlines()[0]
     finally:
         buffers.restore(state.model.modules())

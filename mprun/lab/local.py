@@ -36,6 +36,7 @@ from mprun.training import checkpoint
 from mprun.training.buffers import Snapshot
 from mprun.training.build import build, switches
 from mprun.training.env import restore_rng
+from mprun.training.record import is_memory
 from mprun.training.state import TrainState
 
 __all__ = ["ModuleError", "local_errors", "with_owners"]
@@ -159,6 +160,8 @@ def _pair(
     try:
         rounded = _alone(cast, call, call.output_grads, dtypes, state, scale)
     except RuntimeError as error:
+        if is_memory(error):  # no fault of the module
+            raise
         rounded = _Result([], [], [], [], [], str(error).splitlines()[0])
     # A gradient that was lost before it got here is the scale's fault, not this module's: FP32 gets it as it arrived.
     given = [

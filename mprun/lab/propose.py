@@ -43,6 +43,7 @@ from mprun.lab.replay import Replay
 from mprun.numerics.formats import FORMATS
 from mprun.numerics.stats import merged
 from mprun.training.observe import observe
+from mprun.training.record import is_memory
 
 ROUNDS = 4
 # A cure is small if at most so many modules, or this part of those that compute in half, have to stay in FP32.
@@ -244,7 +245,9 @@ def _describe(replay: Replay, measured: Measured, found: Proposal) -> None:
     """What the format would cost each module without any rule that was found."""
     try:
         rows = _rows(replay, measured, {})
-    except RuntimeError:  # a constant too large for half, say: the local errors name it
+    except RuntimeError as error:  # a constant too large for half, say: the local errors name it
+        if is_memory(error):
+            raise
         return
     held = Held.of(rows, found.dtype)
     found.halves = sum(row["compute_dtype"] == found.dtype and bool(row["param_dtype"]) for row in rows)
