@@ -98,10 +98,6 @@ def test_a_control_is_healthy(control):
 
 # (case, instrument): why it is missed. Strict: one that is found after all fails, and is to be taken off the list.
 MISSES: dict[tuple[str, str], str] = {
-    (
-        "conv_overflows_again",
-        "postmortem",
-    ): "BatchNorm's running mean, which the pass itself has made NaN, is blamed for it",
     ("gelu_cubed_again", "search"): "three modules, the culprit not among them, where it alone would do",
 }
 ALARMS: dict[tuple[str, str], str] = {}

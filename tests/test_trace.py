@@ -357,6 +357,32 @@ def test_bad_parameters_inputs_and_buffers_are_given():
     assert (first.kind, first.source) == ("given", "parameter 1.fc1.weight")
 
 
+@pytest.mark.parametrize("before", [0.0, math.nan], ids=["finite", "poisoned"])
+@pytest.mark.parametrize(
+    "norm",
+    [lambda: nn.BatchNorm1d(4), lambda: nn.InstanceNorm1d(4, track_running_stats=True)],
+    ids=["batch", "instance"],
+)
+def test_running_statistics_in_training_are_not_to_blame(norm, before):
+    """The pass itself makes them NaN, or an earlier one has: what it makes of its input does not depend on them."""
+    model = nn.Sequential(nn.Conv1d(2, 4, 1, bias=False), norm(), nn.Flatten(), nn.Linear(20, 2))
+    model[1].running_mean.fill_(before)
+    if math.isnan(before):
+        assert run(model, torch.randn(3, 2, 5)).first is None
+        model[1].running_mean.fill_(before)
+    nn.init.constant_(model[0].weight, -3e38)
+    seen = run(model, torch.ones(3, 2, 5))
+    assert (*blame(seen), seen.first.kind, seen.first.value) == ("0", "convolution", "forward", "made", -math.inf)
+    assert model[1].running_var.isnan().all()
+
+
+def test_running_statistics_in_evaluation_are_given():
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)).eval()
+    model[1].running_var[1] = math.nan
+    first = run(model, torch.randn(3, 2)).first
+    assert (first.kind, first.source, first.index) == ("given", "buffer 1.running_var", (1,))
+
+
 # --- under mprun's policies -------------------------------------------------------------------------------------------
 
 

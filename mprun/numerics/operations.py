@@ -23,8 +23,12 @@ _LISTS: dict[str, str] = {
     "overwrites": "copy zero fill normal uniform bernoulli random exponential log_normal cauchy geometric",
     # They move numbers and make none: a module reaches nothing by them.
     "moves": "clone copy cat stack index index_select gather constant_pad_nd lift_fresh contiguous flip roll",
+    # They write to the running statistics that they are given, which their schemas do not say.
+    "updates": "batch_norm cudnn_batch_norm miopen_batch_norm batch_norm_gather_stats "
+    "batch_norm_gather_stats_with_counts batch_norm_update_stats",
 }
-FILLS, UNINITIALISED, OVERWRITES, MOVES = (frozenset(names.split()) for names in _LISTS.values())
+FILLS, UNINITIALISED, OVERWRITES, MOVES, UPDATES = (frozenset(names.split()) for names in _LISTS.values())
+RUNNING = ("running_mean", "running_var")
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,12 @@ class Operation:
         found = [value for value, (_, write) in zip(args, self.slots, strict=False) if write]
         return found + [kwargs[name] for name, write in self.slots if write and name in kwargs]
 
+    def unread(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Arguments that only their own new values depend on: running statistics of a batch norm in training."""
+        given = {slot: value for value, (slot, _) in zip(args, self.slots, strict=False)} | kwargs
+        training = given.get("training", given.get("train", self.name in UPDATES))
+        return [given[slot] for slot in RUNNING if slot in given] if training else []
+
 
 @cache
 def about(func: Any) -> Operation:
@@ -64,7 +74,8 @@ def about(func: Any) -> Operation:
     schema = func._schema
     name = schema.name.partition("::")[2].strip("_").removeprefix("native_")
     aliases = [(a.name, a.alias_info, a.kwarg_only) for a in schema.arguments]
-    slots = tuple((name, alias is not None and alias.is_write) for name, alias, _ in aliases)
+    hidden = RUNNING if name in UPDATES else ()
+    slots = tuple((slot, slot in hidden or (alias is not None and alias.is_write)) for slot, alias, _ in aliases)
     writes = any(write for _, write in slots)
     return Operation(
         name="cast" if name == "to_copy" else name,

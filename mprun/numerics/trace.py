@@ -172,7 +172,9 @@ class Trace:
     def _origin(self, operation: Operation, result: Tensor, looks: Sequence[Look], args: Any, kwargs: Any) -> Event:
         """The event that ``result`` carries."""
         name, amax = operation.name, max((look.amax for look in looks), default=0.0)
+        unread = {id(tensor) for tensor in operation.unread(args, kwargs) if tensor is not result}
         bad = [look for look in looks if not look.finite and chosen(name, look.tensor, args, kwargs)]
+        bad = [look for look in bad if id(look.tensor) not in unread]
         if not bad:
             written = name in FILLS and writes_inf(args, kwargs)
             return self._event("written" if written else "made", name, result, amax)
