@@ -7,6 +7,7 @@ printed once, as one block, without a traceback; the exit status is 2 where noth
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -61,6 +62,9 @@ HYDRA_FLAGS = {
     "--package", "-p", "--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp",
     "--experimental-rerun", "--run", "-r",
 }  # fmt: skip
+
+# A disk that is full or may not be written to: nobody's bug, whichever file meets it first.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 HELP = """mprun: config-driven mixed-precision training
 
@@ -121,6 +125,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has gone; nothing is left to say. Keep Python from complaining while it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        report(
+            MprunError(f"{error.filename or 'a file'} cannot be written: {error.strerror}; make room and start again")
+        )
+        return MprunError.exit_code
 
 
 def help_text(width: int) -> str:

@@ -23,6 +23,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,18 @@ def run(words: Sequence[str]) -> int:
     folder = Path(
         OUTPUTS, FOLDER, slug(composed.config.name), f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
     )
-    return _run(composed, folder.absolute())
+    folder = folder.absolute()
+    try:
+        folder.parent.mkdir(
+            parents=True, exist_ok=True
+        )  # minutes of work are not to end at a folder that cannot be written
+    except OSError as error:
+        raise ConfigError(f"cannot create {folder.parent}: {error.strerror}") from error
+    try:
+        return _run(composed, folder)
+    finally:
+        with suppress(OSError):
+            folder.parent.rmdir()  # if nothing came of it
 
 
 def _run(composed: Composed, folder: Path) -> int:

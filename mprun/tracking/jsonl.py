@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,6 +39,7 @@ class JsonlSink(Sink):
         self._file: BinaryIO | None = None
         self._path = Path(METRICS_FILE)
         self._probe: BinaryIO | None = None
+        self._probe_failed = False
 
     def start(self, info: RunInfo) -> None:
         """Open the file; if it exists, mend its end and mark the new segment."""
@@ -46,7 +48,8 @@ class JsonlSink(Sink):
         self.segment = 1 + max((record.get("segment", 0) for record in earlier), default=-1)
         self._file = self._path.open("ab")
         if (probe := info.run_dir / PROBE_FILE).exists():
-            _mend(probe)
+            with suppress(MprunError, OSError):  # an appendix: whoever reads it is told what is wrong with it
+                _mend(probe)
         if not earlier and info.resumed_from_step is None:
             return
         step, attempt = info.resumed_from_step, info.resumed_from_attempt
@@ -100,14 +103,25 @@ class JsonlSink(Sink):
         }
         path = self._path.with_name(PROBE_FILE)
         try:
-            if self._probe is None:
+            if self._probe is None and not self._probe_failed:
                 self._probe = path.open("ab")
-            self._probe.write((_quick(sample) + "\n").encode())
-            self._probe.flush()
+            if self._probe is not None:
+                self._probe.write((_quick(sample) + "\n").encode())
+                self._probe.flush()
         except OSError as error:
-            self._abandon()
-            raise MprunError(f"{path}: cannot be written ({error.strerror or error}); make room and resume") from error
+            self._drop_probe()
+            line = f"{path}: cannot be written ({error.strerror or error}); the run goes on without the modules' statistics"
+            place: Record = {key: record[key] for key in ("step", "attempt", "epoch") if key in record}
+            self.log({"kind": "event", "event": "warning", **place, "message": line})
+            print(f"mprun: warning: {line}", file=sys.stderr)
         return short
+
+    def _drop_probe(self) -> None:
+        """Write no more samples: they explain a run and must not cost it."""
+        file, self._probe, self._probe_failed = self._probe, None, True
+        with suppress(OSError):
+            if file is not None:
+                file.close()
 
     def _abandon(self) -> None:
         """Close without flushing again: the buffered rest of a failed write must not fail a second time."""
@@ -182,7 +196,9 @@ def _parse(path: Path) -> tuple[list[Record], int]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line) if line.strip() else None
-            if b'"nan"' in line or b'inf"' in line:  # a sample of the probe holds thousands of numbers: looking costs more
+            if (
+                b'"nan"' in line or b'inf"' in line
+            ):  # a sample of the probe holds thousands of numbers: looking costs more
                 record = from_json(record)
         except ValueError as error:
             if number == len(lines):
