@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -400,6 +401,22 @@ def test_healthy_models_stay_well_below_the_limit(model, precision):
     assert result.passes
     assert max(state.margin for state in result.states) < 2 / ROUNDING
     assert evaluator.evaluate([ROOT]).passes
+
+
+@pytest.mark.parametrize(("logit", "passes"), [(17.0, False), (36.0, True)])
+def test_a_gradient_that_vanished_when_all_is_learned_is_not_asked_for(logit, passes):
+    """Half loses exp(-logit) either way; at 17 an FP32 run still moves by it, at 36 no run does."""
+    config = compose([*ROWS, "precision=fp16_unscaled", "train.loss_weight=4"]).config
+    run = reference(config, steps=2, keep=[0, 2])
+    first, last = run.states
+    biases = [value for name, value in last.checkpoint["model"].items() if name.endswith("bias")]
+    biases[-1][0] += logit
+    window = tuple(dataclasses.replace(batch, targets=torch.zeros_like(batch.targets)) for batch in last.window)
+    run = dataclasses.replace(run, states=[first, dataclasses.replace(last, window=window)])
+    result = Evaluator(run, config).evaluate([])
+    assert result.states[0].margin < 2 / ROUNDING
+    assert result.states[1].error == 1.0
+    assert result.passes is passes
 
 
 def test_a_curve_from_kept_states_is_the_short_run_to_the_last_bit():

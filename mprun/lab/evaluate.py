@@ -4,14 +4,16 @@ Each state that the FP32 reference kept is put into a model under the candidate 
 and its window is run forward and backward with the same random numbers. **The test**: at every state the loss and all
 gradients are finite, and for every module m with parameters of its own, and for all of them together,
 
-    |g_m - g32_m|  <=  tolerance * max( R * r_m,  min(K * n_m, |g32_m| / 2),  Z * |g32| )          (norms are Euclidean)
+    |g_m - g32_m|  <=  tolerance * max( R * r_m,  min(K * n_m, |g32_m| / 2),  Z * |g32|,  V * G )  (norms are Euclidean)
 
 * g_m, g32_m: gradient of m's parameters, unscaled, in the candidate and in FP32;
 * r_m: what rounding to the format's mantissa explains, range left aside (:mod:`mprun.lab.rounding`); R = 4, since a real run
   rounds inside of modules too;
 * n_m: the difference between the FP32 gradients of two windows at the same weights, the noise that training lives with; K = 0.1.
   Capped at half of the gradient, so that a gradient that was lost never passes as noise;
-* Z = 1e-6 of the whole gradient: below that nothing is to be seen, and FP32's own rounding begins.
+* Z = 1e-6 of the whole gradient: below that nothing is to be seen, and FP32's own rounding begins;
+* V = 1e-12 of G, the largest whole gradient of the states: where a run has learned its examples to the last bit, what is left
+  of the gradient moves no weight in FP32 either, and a format that loses it loses nothing.
 
 A module whose gradient is 0 but for rounding (a bias before a normalisation) has a large r_m, and is so not asked for what FP32
 does not know either.
@@ -42,13 +44,16 @@ from mprun.report.summary import scale_text
 from mprun.training.blame import dtype_trouble
 from mprun.training.state import TrainState
 
-ROUNDING, NOISE, CAP, FLOOR = 4.0, 0.1, 0.5, 1e-6  # R, K, the cap of the noise, Z
+ROUNDING, NOISE, CAP, FLOOR, VANISHED = 4.0, 0.1, 0.5, 1e-6, 1e-12  # R, K, the cap of the noise, Z, V
 ALL = "(all)"  # where the whole gradient stands among modules
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """What FP32 says at one state: gradients by parameter name, and by module their norm and what the candidate may miss."""
+    """What FP32 says at one state: gradients by parameter name, and by module their norm and what the candidate may miss.
+
+    ``largest`` is the norm of the whole gradient at the state where it is largest.
+    """
 
     saved: SavedState
     loss: float
@@ -56,11 +61,12 @@ class Baseline:
     norms: dict[str, float]
     rounding: dict[str, float]
     noise: dict[str, float]
+    largest: float = 0.0
 
     def limit(self, module: str) -> float:
         """The largest error at tolerance 1: see the module's docstring."""
         noise = min(NOISE * self.noise.get(module, 0.0), CAP * self.norms.get(module, 0.0))
-        return max(ROUNDING * self.rounding.get(module, 0.0), noise, FLOOR * self.norms[ALL])
+        return max(ROUNDING * self.rounding.get(module, 0.0), noise, FLOOR * self.norms[ALL], VANISHED * self.largest)
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,9 @@ class Evaluator:
     def baselines(self) -> list[Baseline]:
         """What FP32 says at each state."""
         with self.replay.running(None) as state:
-            return [self._baseline(state, saved) for saved in self.replay.reference.states]
+            found = [self._baseline(state, saved) for saved in self.replay.reference.states]
+        largest = max((base.norms[ALL] for base in found), default=0.0)
+        return [dataclasses.replace(base, largest=largest) for base in found]
 
     def _baseline(self, state: TrainState, saved: SavedState) -> Baseline:
         loss, grads = self.replay.gradients(state, saved)

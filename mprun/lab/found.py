@@ -8,14 +8,15 @@ from typing import Any
 
 from mprun.lab.causes import Cause
 from mprun.lab.ddmin import Minimum
-from mprun.lab.evaluate import CAP, FLOOR, NOISE, ROUNDING, Evaluation
+from mprun.lab.evaluate import CAP, FLOOR, NOISE, ROUNDING, VANISHED, Evaluation
 from mprun.lab.follow import APART, RESOLUTION, SEEDS, Tracking
 
 # The test in words, for result.json.
 TEST = (
     "At 0, 1/2 and 1 of search.steps of an FP32 run: loss and gradients are finite, and for every module m with parameters, "
     f"and for all together, |g_m - g32_m| <= tolerance * max({ROUNDING:g} r_m, min({NOISE:g} n_m, {CAP:g} |g32_m|), {FLOOR:g} "
-    "|g32|), where r_m is the error of FP32 gradients when matrices and all that passes between modules are rounded to the "
+    f"|g32|, {VANISHED:g} G), where G is the largest |g32| of the three, r_m "
+    "is the error of FP32 gradients when matrices and all that passes between modules are rounded to the "
     "format's mantissa, and n_m the difference between FP32 gradients of two windows. Then a run of search.steps steps ends "
     "well, and the root mean square gap of its smoothed loss curve to FP32's is at most tolerance times the larger of "
     f"{APART:g} times the largest such gap between two of {SEEDS + 1} FP32 seeds and {RESOLUTION:g} eps of the mean loss."
