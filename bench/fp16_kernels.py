@@ -68,7 +68,7 @@ OPERATIONS: dict[str, tuple[Function, list[tuple[int, ...]], bool, torch.dtype]]
 
 def kernels(fast: bool) -> Any:
     """The context of one of the two contestants."""
-    return cpu_half_kernels(half=True, bf16_attention=True) if fast else nullcontext()
+    return cpu_half_kernels(half=True, bf16=True) if fast else nullcontext()
 
 
 def evaluate(function: Function, inputs: list[Tensor], backward: bool) -> list[Tensor]:

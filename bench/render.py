@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, about_text, block, load, set_block
+from lab_tables import markdown_lab
+from lab_tables import table as markdown_table
 
 NOT_MEASURED = "Not measured yet: `{command}`."
 # Point of a percentage that a recipe's expectation grants to luck, where the spread over the seeds is smaller.
@@ -48,6 +50,9 @@ def blocks() -> dict[tuple[str, str], Callable[[], str]]:
         ("docs/numerics.md", "kernels"): markdown_kernels,
         ("docs/numerics.md", "parity"): lambda: markdown_parity(load("parity_rates")),
         ("docs/numerics.md", "compare"): lambda: markdown_compare(load("compare_false_alarms")),
+        ("docs/numerics.md", "lab"): lambda: markdown_lab(
+            *map(load, ("sick_models", "recommended_scale", "search_toy", "probe_cost"))
+        ),
         ("docs/semantics.md", "fixed"): markdown_fixed,
         ("docs/lesson.md", "lessons"): markdown_lessons,
         ("recipes/digits/vit_fp16.yaml", "measured"): lambda: yaml_expect("vit/fp16_dynamic"),
@@ -400,13 +405,6 @@ def markdown_fixed() -> str:
     from mprun.resume import FIXED
 
     return textwrap.fill(" ".join(f"`{key}`" for key in FIXED), 110, break_long_words=False, break_on_hyphens=False)
-
-
-def markdown_table(heads: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> str:
-    """A Markdown table; the columns ``right`` are aligned to the right."""
-    heads, right = list(heads), set(right)
-    line = ["--:" if index in right else "---" for index in range(len(heads))]
-    return "\n".join(f"| {' | '.join(row)} |" for row in ([*heads], line, *([*row] for row in rows)))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python bench/sick_models.py                        every case and control, every instrument but compare (some minutes)
     python bench/sick_models.py --compare              and compare, whose runs are processes of their own (some more)
-    python bench/sick_models.py --only rmsnorm --json  cases and controls whose name has this in it, as JSON
+    python bench/sick_models.py --only rmsnorm         cases and controls whose name has this in it
+    python bench/sick_models.py --json                 every case, and bench/results/sick_models.json
 
 The cases (``tests/sick/``) are verified by plain runs in ``tests/test_sick_models.py``: that the fault shows, and that the known
 cure works. Here each instrument that should find a fault is asked. A hit names the cause, and the module or sample where one
@@ -12,7 +13,6 @@ is at fault, and the cure that it proposes makes a plain run healthy (``-``: it 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections import Counter
@@ -25,7 +25,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
-from common import about  # noqa: E402
+from common import about, save  # noqa: E402
 
 from tests.sick.cases import Case, Control  # noqa: E402
 from tests.sick.controls import HEALTHY  # noqa: E402
@@ -161,12 +161,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of the names of cases and controls")
     parser.add_argument("--instruments", default="postmortem,diagnose,search,startup")
     parser.add_argument("--compare", action="store_true", help="compare as well")
-    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    parser.add_argument("--json", action="store_true", help="write bench/results/sick_models.json")
     given = parser.parse_args()
     torch.set_num_threads(1)
     instruments = given.instruments.split(",") + ["compare"] * given.compare
     found = measure(given.only, instruments)
-    print(json.dumps(found, indent=1) if given.json else text(found))
+    print(text(found))
+    if given.json:
+        print(save("sick_models", found))
 
 
 if __name__ == "__main__":

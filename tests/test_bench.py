@@ -40,23 +40,11 @@ def cell(model: str, precision: str, top1: list[float], **given: Any) -> dict[st
             "skips_each": [0] * len(top1), "examples_per_s": 1234.4, "peak_memory_bytes": 800 * 2**20, "train_s": 4.0, "about": about} | given  # fmt: skip
 
 
+SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script",
-    [
-        "precision_table",
-        "step_ratio",
-        "startup",
-        "optimizer_phase",
-        "render",
-        "plot_run",
-        "fp16_kernels",
-        "measure_recipe",
-        "tracking_cost",
-        "parity_rates",
-        "compare_false_alarms",
-    ],
-)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_every_bench_says_how_it_is_used(script):
     done = subprocess.run(
         [sys.executable, str(BENCH / f"{script}.py"), "--help"], capture_output=True, text=True, check=False
@@ -230,3 +218,27 @@ def test_a_measurement_without_the_metric_is_refused(bench, tmp_path):
         bench("measure_recipe").fill(
             [{"metric": "ema/top1", "op": ">="}], [SeedRun(0, tmp_path, 0, 1.0, {"final": {}})], least=None, keep=False
         )
+
+
+def test_the_lab_says_what_it_missed(bench):
+    lab = bench("lab_tables")
+    about = cell("mlp", "fp32", [0.5])["about"]
+    totals = {"questions": 2, "hits": 1, "hit_rate": 0.5, "by_instrument": {"search": {"hits": 1, "questions": 2}}, "cases": 2,
+              "cures_tried": 1, "cures_that_work": 1, "controls": 3, "control_questions": 9, "false_alarms": 1}  # fmt: skip
+    sick = {"about": about, "totals": totals, "sick": [{"fault": "a", "instrument": "search", "hit": True},
+                                                     {"fault": "b", "instrument": "search", "hit": False}]}  # fmt: skip
+    text = lab.markdown_lab(sick, None, None, None)
+    assert "Missed: b (search)." in text
+    assert "1 of 2 (50.0%)" in text
+    assert "| false alarms on 3 healthy controls | 1 of 9 |" in text
+    row = {"case": "vit", "parameters": 5e5, "plain_ms": 10.0, "sampled_ms": 25.0, "ratio": 2.5, "share": 0.015}
+    probe = {
+        "about": about,
+        "targets": {"ratio": 2.0, "share": 0.05},
+        "every": 100,
+        "rows": [row, {**row, "ratio": 1.5}],
+    }
+    text = lab.markdown_lab(None, None, None, probe)
+    assert text.count("**missed**") == 1
+    assert "2.50 **missed** | 1.5% |" in text
+    assert lab.markdown_lab(None, None, None, None) == "Not measured yet."
