@@ -25,6 +25,7 @@ from mprun.lab.compare_markdown import as_json, markdown
 from mprun.lab.compare_text import decibels, terminal
 from mprun.lab.comparison import Comparison, build
 from mprun.lab.measured import Candidate, measured
+from mprun.lab.words import points
 from mprun.report.run_folders import find_runs
 from mprun.sweeps.plan import planned
 from mprun.training.env import config_hash
@@ -108,6 +109,12 @@ def test_bad_words_are_refused_before_anything_is_made(folder, capsys, words, sa
     assert main(["compare", *TINY, *words]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
     assert not any((folder / "outputs").glob("compare/*"))
+
+
+def test_a_gap_of_nothing_has_no_sign() -> None:
+    assert points(-1e-6, "val/top1", sign=True) == points(1e-6, "val/top1", sign=True) == "0.00"
+    assert points(-0.0011, "val/top1", sign=True) == "-0.11"
+    assert points(0.4271, "val/top1") == "42.71"
 
 
 def test_a_run_has_no_use_for_words_of_a_comparison(capsys) -> None:

@@ -229,6 +229,18 @@ def test_runs_without_a_value_lie_below_the_axis_and_the_best_is_drawn_last():
 # --- pictures
 
 
+def test_a_legend_has_a_line_for_each_name_that_does_not_fit_beside_another():
+    curves = [
+        merge("precision=recommended_static", [trace([1, 2], [1.0, 2.0])]),
+        merge("precision=fp32", [trace([1, 2], [1.0, 3.0])]),
+    ]
+    one, two = (
+        curves_figure(curves, "val/loss", "step", subtitle="", letters=letters)["layout"]["margin"]["b"]
+        for letters in (120, 50)
+    )
+    assert two - one == 21
+
+
 @pytest.mark.parametrize("ending", ["png", "svg", "html", "pdf"])
 @pytest.mark.parametrize(
     "words",

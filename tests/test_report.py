@@ -22,6 +22,7 @@ from mprun.commands.report import read_files
 from mprun.numerics.formats import FORMATS
 from mprun.numerics.stats import from_json as stats_from_json
 from mprun.report import html_page
+from mprun.report.diagnose_text import diagnosis_text
 from mprun.report.page_run import run_page
 from mprun.report.page_words import policy, said_of
 from mprun.report.probe_view import (
@@ -316,6 +317,20 @@ def test_what_overflowed_is_the_worst_and_is_not_named_by_its_largest_finite_num
     assert worst_first(found, 2).modules == ("b", "a")
     assert found.worst() == ("a", 1, 5.0)
     assert fewer_columns(found, 1).values[:, 0].tolist() == [5.0, math.inf, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"status": "interrupted", "reason": ""}, "nothing yet: it was stopped"),
+        ({"status": "failed", "reason": "NaN", "fp32": {"status": "diverged"}}, "nothing: see first to the FP32 run"),
+        ({"status": "failed", "reason": "neither", "fp32": {"status": "ok"}}, "FP32"),
+    ],
+)
+def test_a_diagnosis_recommends_fp32_only_where_it_was_measured_to_be_needed(more, said):
+    text = diagnosis_text({"command": "diagnose", "recommended": None, "modules": [], **more})
+    assert text.splitlines()[0] == f"recommended  {said}"
+    assert "no module would be half" not in text
 
 
 def test_a_sample_without_a_finite_gradient_is_not_called_free_of_underflow(tmp_path):

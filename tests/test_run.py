@@ -556,7 +556,13 @@ def test_model_init_starts_from_given_weights(folder, capsys):
         )
         assert same(truth, checkpoint()["model"]) == []
     before = set(Path("outputs").rglob("*"))
-    for name, said in (("nope.pt", "no such file"), ("evil.pt", "more than tensors"), ("short.pt", "missing")):
+    Path("page.pt").write_text("<html></html>")
+    for name, said in (
+        ("nope.pt", "no such file"),
+        ("page.pt", "plain values; it was not loaded: Unsupported operand 60\n"),
+        ("evil.pt", "more than tensors"),
+        ("short.pt", "missing"),
+    ):
         assert main([*QUICK, f"model.init={name}"]) == 2
         assert said in capsys.readouterr().err
     assert set(Path("outputs").rglob("*")) == before

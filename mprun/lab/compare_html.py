@@ -50,7 +50,10 @@ def loss_plot(found: Comparison) -> Plot | None:
     curves = [curve for policy in found.policies if (curve := _curve(policy)) is not None]
     if not curves:
         return None
-    return Plot("loss", "train/loss, smoothed", curves_figure(curves, "train/loss", "step", subtitle=""), wide=True)
+    figure = curves_figure(curves, "train/loss", "step", subtitle="")
+    figure["layout"].pop("title")  # the page has one above it
+    figure["layout"]["margin"] |= {"t": 16}
+    return Plot("loss", "train/loss, smoothed", figure, wide=True)
 
 
 def _curve(policy: PolicyResult) -> Curve | None:

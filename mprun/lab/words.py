@@ -14,7 +14,8 @@ def points(value: float, metric: str, *, sign: bool = False) -> str:
     if not math.isfinite(value):
         return "-"
     if higher_is_better(metric):
-        return f"{100 * value:+.2f}" if sign else f"{100 * value:.2f}"
+        value = round(100 * value, 2) + 0.0  # no -0.00
+        return f"{value:+.2f}" if sign and value else f"{value:.2f}"
     return f"{value:+.3g}" if sign else number_text(value)
 
 

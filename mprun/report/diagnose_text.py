@@ -21,12 +21,14 @@ NAMES = {"float16": "FP16", "bfloat16": "BF16"}
 
 def print_diagnosis(console: Console, result: Mapping[str, Any]) -> None:
     """Everything between the progress lines and the closing command."""
-    _modules(console, result.get("modules") or [])
+    if result.get("float16") or result.get("bfloat16"):
+        _modules(console, result.get("modules") or [])
     fp16 = result.get("float16") or {}
     if fp16.get("interval"):
         console.print()
         _scales(console, fp16, result.get("recommended") or {})
-    console.print()
+    if fp16:
+        console.print()
     _trials(console, result)
 
 
@@ -139,6 +141,10 @@ def _trials(console: Console, result: Mapping[str, Any]) -> None:
             head.append(f"safe {_power(scale['low'])} to {_power(scale['high'])})")
         if modules := recommended["fp32_modules"]:
             head.append(f"; in FP32: {', '.join(modules)}")
+    elif result.get("status") == "interrupted":
+        head.append("nothing yet: it was stopped", style="bold yellow")
+    elif (result.get("fp32") or {}).get("status", "ok") != "ok":
+        head.append("nothing: see first to the FP32 run", style="bold red")
     else:
         head.append("FP32", style="bold red")
     grid.add_row("recommended", head)

@@ -41,9 +41,12 @@ def save(figure: dict[str, Any], path: Path, title: str) -> None:
 
 
 def curves_figure(
-    curves: Sequence[Curve], metric: str, progress: str, *, subtitle: str, skips: bool = False
+    curves: Sequence[Curve], metric: str, progress: str, *, subtitle: str, skips: bool = False, letters: int = 120
 ) -> dict[str, Any]:
-    """Curves with bands as a plotly figure; a click on a name in the legend hides its curve, band and marks."""
+    """Curves with bands as a plotly figure; a click on a name in the legend hides its curve, band and marks.
+
+    About so many ``letters`` of a legend fit beside each other where the figure will be shown.
+    """
     coloured = best_first(curves, metric)[: len(COLOURS)]
     order = [*(index for index in range(len(curves)) if index not in coloured), *sorted(coloured)]
     data: list[Trace] = []
@@ -52,9 +55,10 @@ def curves_figure(
         data += _curve(curves[index], f"curve{index}", number, skips=skips)
     values = np.concatenate([np.concatenate([curve.mean, curve.low, curve.high]) for curve in curves])
     log = wants_log(values.tolist())
-    rows = math.ceil(sum(6 + max(len(curves[index].label), 12) for index in coloured) / 120)
+    rows = math.ceil(sum(6 + max(len(curves[index].label), 12) for index in coloured) / letters)
     rows = min(
-        rows if len(coloured) * max(len(curve.label) for curve in curves) < 300 else len(coloured), len(coloured)
+        rows if len(coloured) * max(len(curve.label) for curve in curves) < 2.5 * letters else len(coloured),
+        len(coloured),
     )
     below = 76 + 21 * rows
     height = 430 + below

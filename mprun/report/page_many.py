@@ -106,7 +106,7 @@ def curves(runs: Runs) -> list[str | Plot]:
                 found.append(merge(label, there))
         if not found or all(not np.isfinite(curve.mean).any() for curve in found):
             continue
-        figure = curves_figure(found, metric, "step", subtitle="")
+        figure = curves_figure(found, metric, "step", subtitle="", letters=50)
         figure["layout"].pop("title")
         figure["layout"]["margin"] |= {"t": 16, "l": 60}
         figure["layout"]["yaxis"] |= {"title": {"text": ""}, "automargin": True}

@@ -136,7 +136,7 @@ def memory(run: RunFiles) -> list[str | Plot]:
     if not footprints:
         parts.append(
             note(
-                f"No memory by category: mprun estimate {run.folder} --json {run.folder / 'memory.json'} writes it "
+                f"No memory by category: mprun estimate {run.folder} --json {run.folder / 'memory.json'} writes it"
                 f" (--measure for a real step beside it)."
             )
         )

@@ -240,8 +240,14 @@ def load(path: Path, *, own: bool = True) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        # torch's message begins with the advice to load it all the same, which no checkpoint of a run needs.
+        why = next(
+            (line.strip() for line in str(error).partition("WeightsUnpickler error:")[2].splitlines() if line.strip()),
+            "",
+        )
         raise CheckpointError(
-            f"{path} holds more than tensors and plain values, or is damaged; it was not loaded: {str(error).splitlines()[0]}"
+            f"{path} is no checkpoint, damaged, or holds more than tensors and plain values; it was not loaded"
+            + (f": {why}" if why else "")
         ) from error
     except Exception as error:  # some other file can break the reader anywhere, in any way
         why = next(iter(str(error).splitlines()), type(error).__name__)
