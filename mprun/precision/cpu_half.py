@@ -19,7 +19,11 @@ range). The FP32 sum knows on which side it is, so overflow appears where IEEE r
 
 Attention. Scores and probabilities stay FP32 inside the kernel; the results are rounded once. A GPU also rounds the
 probabilities before they meet V. BF16 kernels are fast natively, all but one: the backward pass of CPU flash attention
-takes 3 to 10 times as long as in FP32 for short sequences (at 512 tokens they are even). ``bf16_attention`` widens that one.
+takes 3 to 10 times as long as in FP32 for short sequences (at 512 tokens they are even). ``bf16`` widens that one.
+
+BF16 convolutions. The native weight gradient reads memory that nobody wrote where a kernel tap meets nothing but padding
+(3x3, stride 2, padding 1 on one pixel), and in volumes shorter than the kernel. FP32 is right there. ``bf16`` widens
+``convolution_backward`` for these shapes; all others keep the quick kernel.
 
 What stays native: ``mv``, ``dot``, ``addr``, reductions and pointwise operations, which are neither slow nor wrong, and
 SDPA's math path (dropout, masks that need gradients), which widens to FP32 by itself. ``addbmm``, ``conv_tbc`` and
@@ -60,6 +64,8 @@ _BY_RESULT: dict[Result, str] = {
     "self": "addmm_ baddbmm_",
 }
 PRODUCTS: dict[str, Result] = {name: result for result, names in _BY_RESULT.items() for name in names.split()}
+
+BACKWARD = "convolution_backward"  # the one product that BF16 needs as well
 
 # Operation -> how many of its leading results are rounded, and for which dtypes it is slow. The logsumexp of the forward
 # pass stays FP32.
@@ -105,7 +111,7 @@ def _torch_has_half_arithmetic() -> bool:
 
 
 @contextmanager
-def cpu_half_kernels(*, half: bool, bf16_attention: bool) -> Iterator[None]:
+def cpu_half_kernels(*, half: bool, bf16: bool) -> Iterator[None]:
     """Use the fast kernels for a while, in all threads of this process.
 
     May be nested and repeated, with any mixture of arguments: kernels stay for as long as somebody asks for them. The order
@@ -113,12 +119,12 @@ def cpu_half_kernels(*, half: bool, bf16_attention: bool) -> Iterator[None]:
 
     Args:
         half: FP16 products, convolutions and attention.
-        bf16_attention: The backward pass of flash attention for BF16 inputs.
+        bf16: The backward pass of flash attention for BF16 inputs, and of convolutions with a tap that meets padding only.
 
     Raises:
         PrecisionError: If torch lacks a hook, or if its FP32 kernels are allowed to multiply in BF16.
     """
-    mine = [dtype for dtype, on in ((torch.float16, half), (torch.bfloat16, bf16_attention)) if on]
+    mine = [dtype for dtype, on in ((torch.float16, half), (torch.bfloat16, bf16)) if on]
     _check_hooks()
     if half:
         _refuse_bf16_inside_fp32()
@@ -153,7 +159,8 @@ def _change(dtypes: list[torch.dtype], by: int) -> None:
     with _lock:
         for dtype in dtypes:
             _users[dtype] += by
-        wanted = {"attention": any(_users.values()), "products": _users[torch.float16] > 0}
+        used = any(_users.values())
+        wanted = {"attention": used, BACKWARD: used, "products": _users[torch.float16] > 0}
         for group, on in wanted.items():
             if on and group not in _libraries:
                 _libraries[group] = _install(group)
@@ -165,9 +172,11 @@ def _install(group: str) -> Any:
     under = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     if group == "attention":
         kernels = {name: _attention(_operation(name), under, *how) for name, how in ATTENTION.items()}
+    elif group == BACKWARD:
+        kernels = {BACKWARD: _convolution_backward(_operation(BACKWARD), under)}
     else:
         forms = {"new": _returns_new, "out": _writes_out, "self": _writes_self}
-        kernels = {name: forms[result](_operation(name), under) for name, result in PRODUCTS.items()}
+        kernels = {name: forms[how](_operation(name), under) for name, how in PRODUCTS.items() if name != BACKWARD}
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, kernel in kernels.items():
         library.impl(name, kernel, "BackendSelect", with_keyset=True)
@@ -235,6 +244,39 @@ def _returns_new(operation: Any, under: Any) -> Kernel:
         return tuple(part if part is None else narrow(part) for part in result)  # None: a gradient nobody asked for
 
     return kernel
+
+
+def _convolution_backward(operation: Any, under: Any) -> Kernel:
+    half, bf16 = _returns_new(operation, under), torch.bfloat16
+
+    def kernel(keys: Any, *arguments: Any) -> Any:
+        tensors, rest = arguments[:3], arguments[3:]  # output gradient, input, weight
+        if tensors[0].dtype is torch.float16 and _users[torch.float16]:
+            return half(keys, *arguments)
+        affected = _users[bf16] and keys.has(torch._C.DispatchKey.CPU) and all(t.dtype is bf16 for t in tensors)
+        if not (affected and rest[-1][1] and _gradient_reads_past_input(*tensors, *rest[1:5])):
+            return operation.redispatch(keys & under, *arguments)
+        result = operation.redispatch(keys & under, *(t.float() for t in tensors), *rest)
+        return tuple(part if part is None else part.to(bf16) for part in result)
+
+    return kernel
+
+
+def _gradient_reads_past_input(
+    gradient: Tensor, x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, transposed: bool
+) -> bool:
+    """Whether on some axis a tap is outside the input at every position; in volumes, also whether a kernel is longer."""
+    source, positions = (gradient, x) if transposed else (x, gradient)
+    rank = weight.dim() - 2
+    for axis in range(rank):
+        step, pad, gap = (values[axis if len(values) > 1 else 0] for values in (stride, padding, dilation))
+        if rank == 3 and (weight.shape[axis + 2] - 1) * gap >= source.shape[axis + 2]:
+            return True
+        for offset in range(-pad, weight.shape[axis + 2] * gap - pad, gap):
+            first = max(0, -(offset // step))  # the first position at which the tap is not left of the input
+            if first >= positions.shape[axis + 2] or first * step + offset >= source.shape[axis + 2]:
+                return True
+    return False
 
 
 def _writes_out(operation: Any, under: Any) -> Kernel:

@@ -50,8 +50,7 @@ def switches(config: Config, device: torch.device) -> Iterator[str]:
             stack.enter_context(_no_fused_attention_layer())
         if device.type == "cpu" and dtypes & {torch.float16, torch.bfloat16}:
             stack.enter_context(cuda_operation_list())
-            fast_attention = kernels == "fast" or torch.bfloat16 in dtypes
-            stack.enter_context(cpu_half_kernels(half=kernels == "fast", bf16_attention=fast_attention))
+            stack.enter_context(cpu_half_kernels(half=kernels == "fast", bf16=torch.bfloat16 in dtypes))
         yield kernels
 
 
