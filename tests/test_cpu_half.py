@@ -297,8 +297,8 @@ PADDED: dict[str, tuple[tuple[int, ...], tuple[int, ...], int, int, bool]] = {
     "two columns": ((4, 16, 4, 2), (16, 16, 3, 3), 3, 1, False),
     "large kernel": ((1, 16, 1, 1), (32, 16, 7, 7), 3, 3, False),
     "even kernel": ((1, 16, 2, 1), (64, 16, 2, 2), 2, 1, False),
-    "volume": ((2, 32, 1, 1, 4), (32, 32, 3, 3, 3), 2, 1, False),
-    "short volume": ((2, 32, 1, 4, 9), (64, 32, 2, 1, 2), 1, 1, False),
+    "volume": ((1, 32, 9, 1, 16), (32, 32, 5, 3, 3), 2, 1, False),
+    "short volume": ((1, 32, 2, 6, 6), (32, 32, 3, 3, 3), 1, 1, False),
     "transposed": ((2, 32, 1, 1), (32, 32, 3, 3), 2, 1, True),
 }
 
