@@ -119,6 +119,7 @@ def test_a_score_that_is_not_finite_is_exit_status_1(tmp_path, monkeypatch, caps
         (["run", "run"], "needs one run"),
         (["nowhere"], "no such file or folder"),
         (["run", "--checkpoint", "step_7"], "there are: best, last"),
+        (["."], "holds no checkpoint; give the folder of one run, or a checkpoint"),
         (["run", "--chekpoint", "best"], "--checkpoint"),
         (["run", "optimizer.lr=1"], "scored as it was trained"),
         (["run", "precision=fp17"], "fp16"),

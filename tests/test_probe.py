@@ -605,6 +605,7 @@ def test_superseded_and_torn_samples(tmp_path: Any) -> None:
     with (tmp_path / "probe.jsonl").open("ab") as file:
         file.write(b'{"step": 10, "att')
     assert [s["attempt"] for s in read_probe(tmp_path)] == [1, 4, 7]
+    assert read_probe(str(tmp_path)) == read_probe(tmp_path)
     life(3, 4, 7)
     assert [(s["segment"], s["attempt"]) for s in read_probe(tmp_path)] == [(0, 1), (0, 4), (0, 7), (1, 4), (1, 7)]
     kept = read_probe(tmp_path, effective=True)

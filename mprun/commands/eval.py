@@ -137,8 +137,9 @@ def find(target: str, which: str) -> Path:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = newest_checkpoint(folder) if not which else folder / f"{which.removesuffix('.pt')}.pt"
     if found is None or not found.is_file():
-        there = ", ".join(sorted(item.stem for item in folder.glob("*.pt"))) or "none"
-        raise CheckpointError(f"eval {target}: {folder} holds no {which or 'checkpoint'}; there are: {there}")
+        there = ", ".join(sorted(item.stem for item in folder.glob("*.pt")))
+        also = f"there are: {there}" if there else "give the folder of one run, or a checkpoint"
+        raise CheckpointError(f"eval {target}: {folder} holds no {which or 'checkpoint'}; {also}")
     return found
 
 

@@ -19,7 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from mprun.report.summary import count_text, duration_text, number_text, scale_text, shown_path
+from mprun.report.summary import count_text, counted, duration_text, number_text, scale_text, shown_path
 from mprun.tracking.base import Record, RunInfo, Sink
 
 REFRESH_PER_S = 4
@@ -168,7 +168,7 @@ class ConsoleSink(Sink):
         if self.moving:
             return
         skipped = result.get("steps_skipped") or 0
-        text = f"{result.get('status', 'finished')}: {count_text(result.get('steps_applied') or 0)} steps applied"
+        text = f"{result.get('status', 'finished')}: {counted(result.get('steps_applied') or 0, 'step')} applied"
         text += f", {count_text(skipped)} skipped" if skipped else ""
         if (wall := result.get("wall_s")) is not None:
             text += f", {duration_text(wall)}"

@@ -132,7 +132,7 @@ class JsonlSink(Sink):
                     file.close()
 
 
-def read_metrics(path: Path, *, effective: bool = False) -> list[Record]:
+def read_metrics(path: Path | str, *, effective: bool = False) -> list[Record]:
     """The records of a run, in the order they were logged.
 
     Args:
@@ -145,8 +145,8 @@ def read_metrics(path: Path, *, effective: bool = False) -> list[Record]:
     Raises:
         MprunError: there is no such file, or a line before the last is not JSON.
     """
-    path = path / METRICS_FILE if path.is_dir() else path
-    records, _ = _parse(path)
+    place = Path(path)
+    records, _ = _parse(place / METRICS_FILE if place.is_dir() else place)
     return _effective(records) if effective else records
 
 
@@ -158,7 +158,7 @@ def _quick(sample: Record) -> str:
         return json.dumps(json_ready(sample), allow_nan=False)
 
 
-def read_probe(run_dir: Path, *, effective: bool = False) -> list[Record]:
+def read_probe(run_dir: Path | str, *, effective: bool = False) -> list[Record]:
     """The probe's samples of a run: ``step attempt epoch segment format loss_scale`` and ``modules`` (path: tensor: statistics).
 
     Args:
@@ -171,7 +171,7 @@ def read_probe(run_dir: Path, *, effective: bool = False) -> list[Record]:
     Raises:
         MprunError: a line before the last is not JSON.
     """
-    path = run_dir / PROBE_FILE
+    path = Path(run_dir) / PROBE_FILE
     if not path.exists():
         return []
     samples, _ = _parse(path)
