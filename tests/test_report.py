@@ -580,3 +580,39 @@ def test_a_comparison_is_judged_anew_wherever_its_folder_lies(tmp_path):
     assert "val-top1" in figures(page)
     (tmp_path / "moved" / "compare.json").write_text("[]")
     assert main(["report", str(tmp_path / "moved")]) == 2
+
+
+def _with(line: str, modules: Any) -> dict[str, Any]:
+    return {**json.loads(line), "modules": modules}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("result.json", lambda text: {**json.loads(text), "final": {"val/loss": None}, "best": {"metric": 3}}, ""),
+        ("result.json", lambda text: {**json.loads(text), "final": [1], "best": 7}, ""),
+        ("env.json", lambda text: {"device": "x", "argv": 3, "started": 5}, ""),
+        ("modules.json", lambda text: [1, {"module": 3, "output_dtype": 5}], ""),
+        ("probe.jsonl", lambda text: [_with(line, {"a": {"weight": {"bins": None}}, "b": 0.5}) for line in text.splitlines()], "2 of 2 samples"),
+        ("probe.jsonl", lambda text: [{**json.loads(text.splitlines()[0]), "step": {}}], "step is {}"),
+        ("metrics.jsonl", lambda text: [{"kind": "train", "step": "x"}], "step is &#x27;x&#x27;"),
+        ("metrics.jsonl", lambda text: [{"kind": "train", "step": None}], "step is None"),
+        ("metrics.jsonl", lambda text: [{"kind": {}, "step": 1}], "kind is {}"),
+    ],
+)  # fmt: skip
+def test_what_somebody_wrote_into_a_file_costs_that_alone(tmp_path, name, change, said):
+    run = full_run(tmp_path / "run", steps=20, every=10)
+    path = run / name
+    content = change(path.read_text())
+    lines = content if name.endswith("jsonl") else [content]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert said in page or said.replace("&#x27;", "&#39;") in page or said.replace("&#x27;", "'") in page
+
+
+def test_round_numbers_up_to_the_end_of_float64():
+    from mprun.report.parallel import nice
+
+    for low, high in ((1e-300, 1e308), (1e300, 1.7e308), (1e-307, 1.0)):
+        assert all(low <= tick <= high for tick in nice(low, high, log=True))

@@ -25,7 +25,7 @@ from mprun.errors import ConfigError, MprunError
 from mprun.report.html_page import Page, save
 from mprun.report.page_data import RunFiles
 from mprun.report.page_run import run_page
-from mprun.report.probe_view import with_flow
+from mprun.report.probe_view import sound, with_flow
 from mprun.report.run_folders import CONFIG, LOADER, RESULT, flatten, read_run
 from mprun.report.summary import shown_path
 from mprun.runs import LATEST, OUTPUTS, SWEEP_FILE
@@ -114,7 +114,7 @@ def read_files(folder: Path, result: dict[str, Any] | None = None) -> RunFiles:
     found = result if result is not None else _json(folder / RESULT, problems)
     env, memory, modules = (_json(folder / name, problems) for name in ("env.json", "memory.json", "modules.json"))
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else ""
-    result = from_json(found) if isinstance(found, dict) else {}
+    result = _sound(from_json(found)) if isinstance(found, dict) else {}
     return RunFiles(
         folder=folder,
         name=str(config.get("name") or result.get("name") or folder.name),
@@ -130,6 +130,19 @@ def read_files(folder: Path, result: dict[str, Any] | None = None) -> RunFiles:
         traceback=masked(_read(folder / "error.txt", problems, str) or ""),
         problems=problems,
     )
+
+
+def _sound(result: dict[str, Any]) -> dict[str, Any]:
+    """``result.json`` without scores that are none: whoever edited the file by hand still gets the rest of the page."""
+    final, best = result.get("final"), result.get("best")
+    if final is not None:
+        kept = final if isinstance(final, dict) else {}
+        result = {**result, "final": {key: value for key, value in kept.items() if isinstance(value, int | float)}}
+    if best is not None:
+        fields = [best.get(key) for key in ("metric", "value", "step")] if isinstance(best, dict) else []
+        whole = len(fields) == 3 and all(map(isinstance, fields, (str, int | float, int)))
+        result = {**result, "best": best if whole else None}
+    return result
 
 
 def _records(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
@@ -149,7 +162,10 @@ def _samples(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
     except MprunError as error:
         problems.append(f"The probe's samples are left out: {error}.")
         return []
-    return [dict(with_flow(sample)) for sample in found if isinstance(sample.get("modules"), dict)]
+    samples = [sample for one in found if (sample := sound(one)) is not None]
+    if lost := len(found) - len(samples):
+        problems.append(f"Left out: {lost} of {len(found)} samples of the probe, which are damaged.")
+    return [dict(with_flow(sample)) for sample in samples]
 
 
 def _json(path: Path, problems: list[str]) -> Any:

@@ -29,7 +29,9 @@ CURVES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 def run_page(run: RunFiles) -> Page:
     """The page. Parts that the folder has no data for are left out, with a line that says why."""
     about = " · ".join(
-        str(part) for part in (run.folder, (run.env.get("started") or "").replace("T", " ").partition("+")[0]) if part
+        str(part)
+        for part in (run.folder, str(run.env.get("started") or "").replace("T", " ").partition("+")[0])
+        if part
     )
     head = (
         f'<p class="about">{escape(about)}</p>\n' + words(said_of(run)) + "".join(note(text) for text in run.problems)
@@ -124,7 +126,7 @@ def memory(run: RunFiles) -> list[str | Plot]:
     """Bytes by category where ``memory.json`` has them, and the peak that the run noted."""
     parts: list[str | Plot] = []
     peak = run.result.get("peak_memory")
-    device = (run.env.get("device") or {}).get("type")
+    device = found.get("type") if isinstance(found := run.env.get("device"), dict) else None
     if isinstance(peak, int | float):
         of = "the allocator's peak" if device == "cuda" else "resident memory of the whole process"
         parts.append(note(f"Peak of the run: {bytes_text(peak)} ({of})."))
@@ -214,7 +216,8 @@ def environment(run: RunFiles) -> list[str | Plot]:
         flat = {
             key: value for key, value in flat.items() if value is not None and key not in ("git.diff", "git.untracked")
         }
-        command = " ".join(map(str, run.env.get("argv") or ()))
+        argv = run.env.get("argv")
+        command = " ".join(map(str, argv)) if isinstance(argv, list) else ""
         parts.append(note(f"Command: {command}") if command else "")
         parts.append(
             folded("Environment", table(("what", "value"), [[key, _shown(value)] for key, value in flat.items()]))

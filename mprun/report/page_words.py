@@ -94,8 +94,8 @@ def what(run: RunFiles) -> str:
     if batch:
         parts.append(f"batch {batch}" + (f" x {windows} micro-batches" if windows and windows != 1 else ""))
     parts.append(f"seed {config.get('seed', '?')}")
-    device = env.get("device") or {}
-    if device.get("name"):
+    device = env.get("device")
+    if isinstance(device, dict) and device.get("name"):
         parts.append(f"on {device['name']} ({device.get('type')})")
     result = run.result
     if isinstance(result.get("wall_s"), int | float):

@@ -130,7 +130,7 @@ def _apart(places: Sequence[float]) -> bool:
 def nice(low: float, high: float, *, log: bool) -> list[float]:
     """Round numbers within ``[low, high]``."""
     if log:
-        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        decades = range(max(math.floor(math.log10(low)), -307), min(math.ceil(math.log10(high)) + 1, 308))  # of float64
         for factors in ((1, 2, 5), (1, 3), (1,)):
             ticks = [10.0**decade * factor for decade in decades for factor in factors]
             ticks = [tick for tick in ticks if low <= tick <= high]

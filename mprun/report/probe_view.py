@@ -82,6 +82,33 @@ class Grid:
         return self.modules[row], self.attempts[column], float(self.values[row, column])
 
 
+def sound(sample: Sample) -> Sample | None:
+    """The sample without what is not of the form that the probe writes; None if nothing is left of it."""
+    modules = {
+        path: kept
+        for path, tensors in found.items()
+        if isinstance(tensors, dict) and (kept := {name: one for name, one in tensors.items() if _is_stats(one)})
+    } if isinstance(found := sample.get("modules"), dict) else {}  # fmt: skip
+    if not modules or not isinstance(sample.get("format"), str):
+        return None
+    scale = sample.get("loss_scale")
+    known = isinstance(scale, int | float) and 0 < scale < math.inf
+    return {**sample, "modules": modules, "loss_scale": scale if known else None}
+
+
+def _is_stats(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(bins := value.get("bins"), list):
+        return False
+    numbers = [value.get(key) for key in ("count", "zeros", "nonfinite", "amax", "rms")]
+    low = value.get("low")
+    return all(map(_number, [*numbers, *bins])) and isinstance(low, int) and abs(low) < 2000
+
+
+def _number(value: Any) -> bool:
+    """Whether ``value`` is a number that float64 can be calculated with, or inf."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and (abs(value) < 1e300 or value == math.inf)
+
+
 def with_flow(sample: Sample) -> Sample:
     """The sample with the gradient that shows an underflow under a name of its own.
 

@@ -205,9 +205,21 @@ def _parse(path: Path) -> tuple[list[Record], int]:
                 break
             raise MprunError(f"{path}:{number}: not a JSON object ({error})") from error
         if isinstance(record, dict):
+            if wrong := _misplaced(record):
+                raise MprunError(f"{path}:{number}: not a record of a run ({wrong})")
             records.append(record)
         good += len(line)
     return records, good
+
+
+def _misplaced(record: Record) -> str | None:
+    """What is wrong with the fields that say which record it is: somebody wrote into the file."""
+    for key in ("step", "attempt", "segment"):
+        if not isinstance(record.get(key, 0), int):
+            return f"{key} is {record[key]!r}"
+    return next(
+        (f"{key} is {record[key]!r}" for key in ("kind", "event") if not isinstance(record.get(key), str | None)), None
+    )
 
 
 def _mend(path: Path) -> list[Record]:
