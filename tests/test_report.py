@@ -9,6 +9,7 @@ import math
 import re
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
