@@ -13,7 +13,8 @@ command line is the experiment, as for mprun train; of precision= only the mode 
 In outputs/diagnose/NAME/<stamp>-<uid>/: result.json with every number, precision/recommended.yaml, which can follow precision=
 at once, and for FP16 precision/static.yaml beside it.
 
-Exit status: 0 with a verified recommendation, 1 without one, 2 if refused, 130 after Ctrl-C, which keeps what is known.
+Exit status: 0 with a verified recommendation, 1 without one, 2 if refused; 130 after Ctrl-C and 143 after SIGTERM, which keep
+what is known.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from mprun.commands.stopping import Stops, stoppable, writing
 from mprun.compose import Composed, compose
 from mprun.config_check import to_plain
 from mprun.errors import ConfigError, MprunError
@@ -61,13 +63,14 @@ def run(words: Sequence[str]) -> int:
     except OSError as error:
         raise ConfigError(f"cannot create {folder.parent}: {error.strerror}") from error
     try:
-        return _run(composed, folder)
+        with stoppable() as stops:
+            return _run(composed, folder, stops)
     finally:
         with suppress(OSError):
             folder.parent.rmdir()  # if nothing came of it
 
 
-def _run(composed: Composed, folder: Path) -> int:
+def _run(composed: Composed, folder: Path, stops: Stops) -> int:
     from mprun.lab.diagnose import Diagnosis, diagnose
     from mprun.lab.findings import as_plain
 
@@ -82,7 +85,7 @@ def _run(composed: Composed, folder: Path) -> int:
         code = 0 if found.chosen else 1
         status = "ok" if found.chosen else "failed"
     except KeyboardInterrupt:
-        status, code, error = "interrupted", 130, "stopped by SIGINT; what is known so far is here"
+        status, code, error = "interrupted", stops.code, f"stopped by {stops.name}; what is known so far is here"
     except MprunError as failure:
         if found.measured is None:
             raise  # refused before anything was measured: nothing is worth a folder
@@ -92,7 +95,8 @@ def _run(composed: Composed, folder: Path) -> int:
     if found.chosen is None and status == "ok":
         content["error"] = found.reason
     content["wall_s"] = time.perf_counter() - begun
-    _write(composed, folder, content, found)
+    with writing():
+        _write(composed, folder, content, found)
     _print(composed, folder, content)
     return code
 

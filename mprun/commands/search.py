@@ -15,8 +15,8 @@ Where no set suffices, search says what else it is: the loss scale, the learning
 
 The folder outputs/search/NAME/<stamp>-<uid>/ has result.json and precision/recommended.yaml, which precision=FILE takes.
 
-Exit status: 0 if a set was found (also if nothing needs FP32), 1 if none suffices, 2 if refused, 130 after Ctrl-C, which keeps
-the best set so far.
+Exit status: 0 if a set was found (also if nothing needs FP32), 1 if none suffices, 2 if refused; 130 after Ctrl-C and 143 after
+SIGTERM, which keep the best set so far.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mprun.commands.stopping import Stops, stoppable, writing
 from mprun.compose import Composed, compose
 from mprun.config import Config, DType, Mode, ScaleKind
 from mprun.config_check import to_plain
@@ -71,10 +72,11 @@ def run(words: Sequence[str]) -> int:
     with switches(config, device) as kernels:  # refused before there is a folder
         folder = _new_folder(config)
         _write_start(folder, composed, device, kernels)
-    return _search(config, folder)
+    with stoppable() as stops:
+        return _search(config, folder, stops)
 
 
-def _search(config: Config, folder: Path) -> int:
+def _search(config: Config, folder: Path, stops: Stops) -> int:
     """Search, write, print."""
     from mprun.lab.found import Found
     from mprun.lab.search import search
@@ -91,9 +93,10 @@ def _search(config: Config, folder: Path) -> int:
         atomic_write_json(folder / "result.json", {"command": FOLDER, **how_it_ended(error)})
         raise
     line.end()
-    code = {"found": 0, "empty": 0, "none": 1, "interrupted": 130}[found.status]
-    file = _write_option(config, found, folder)
-    _write_result(found, folder, code, file)
+    code = {"found": 0, "empty": 0, "none": 1, "interrupted": stops.code}[found.status]
+    with writing():
+        file = _write_option(config, found, folder)
+        _write_result(found, folder, code, file)
     _print(config, found, folder, file)
     return code
 
