@@ -20,6 +20,7 @@ from mprun.numerics.stats import Stats, stats
 from mprun.numerics.watchable import select
 from mprun.tracking import JsonlSink, RunInfo, read_metrics, read_probe
 from mprun.training.env import capture_rng
+from mprun.training.outcomes import underflow_advice
 from mprun.training.result import OVERFLOW
 from mprun.training.step import train_step
 from tests.case_code import latest
@@ -624,6 +625,64 @@ def test_underflow_of_a_run_is_found(tmp_path: Any, monkeypatch: pytest.MonkeyPa
         told[precision] = [r["precision/underflow_frac"] for r in read_metrics(latest()) if r["kind"] == "probe"]
     assert min(told["fp16_unscaled"]) > 0.9
     assert max(told["fp16_dynamic"]) < 0.05
+
+
+def underflow_warnings() -> list[str]:
+    events = [r["message"] for r in read_metrics(latest()) if r.get("event") == "warning"]
+    return [message for message in events if "become 0 in" in message]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["precision=fp16_unscaled", "train.loss_weight=3e-6"], "use a loss scale: precision=fp16_dynamic or precision=fp16_static"),
+        (
+            ["precision=fp16_static", "precision.loss_scale.init=1e-6", "precision.loss_scale.min=1e-7"],
+            "at loss scale 1e-06: raise precision.loss_scale.init, or use a dynamic scale: precision=fp16_dynamic",
+        ),
+        (
+            ["precision=fp16_master_static", "precision.loss_scale.init=1e-6", "precision.loss_scale.min=1e-7"],
+            "raise precision.loss_scale.init, or use a dynamic scale: precision=fp16_master_dynamic",
+        ),
+        (
+            ["precision=fp16_dynamic", "precision.loss_scale.init=1", "train.loss_weight=3e-6"],
+            "raise precision.loss_scale.init, or lower precision.loss_scale.growth_interval=2000",
+        ),
+        (
+            ["precision=fp16_pure", "precision.loss_scale.init=1", "precision.loss_scale.max=1", "train.loss_weight=3e-6"],
+            "raise precision.loss_scale.max=1, at which the scale is",
+        ),
+    ],
+)  # fmt: skip
+def test_gradients_that_become_0_are_told_once(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*MLP, *words, "train.steps=2", "probe.every=1"]) == 0
+    (message,) = underflow_warnings()
+    assert message.startswith("step 1 (attempt 1): ")
+    assert says in message
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert main([f"resume={latest()}", "train.steps=4"]) == 0
+    assert underflow_warnings() == [message]
+
+
+def test_a_scale_that_overflows_took_down_is_not_to_be_raised(make_state: Any) -> None:
+    state = make_state(made(Net), **FP16)
+    said = underflow_advice(state, "float16", state.loss_scale.init / 2)
+    assert said.startswith("overflows took the scale down from 65536, so FP16 is too narrow for this model: use BF16")
+    assert underflow_advice(state, "bfloat16", 1.0).startswith("make the loss larger (train.loss_weight=1)")
+
+
+@pytest.mark.parametrize(
+    "precision", ["fp32", "bf16", "fp16_dynamic", "fp16_static", "fp16_master_dynamic", "fp16_pure"]
+)
+def test_a_healthy_run_is_told_nothing_of_gradients(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*MLP, f"precision={precision}", "train.steps=4", "probe.every=1"]) == 0
+    assert underflow_warnings() == []
 
 
 def test_wrong_keys_are_refused(

@@ -15,7 +15,11 @@ from mprun.training.blame import input_overflow
 from mprun.training.examination import Case
 from mprun.training.result import APPLIED, EMPTY, NONFINITE_GRAD, NONFINITE_LOSS, OVERFLOW, StepRow, unpack
 from mprun.training.run import Pending, Run, emit, warn
-from mprun.training.state import HostCounters
+from mprun.training.state import HostCounters, TrainState
+
+# Share of the gradients that become 0 from which a run is told of it. Healthy runs stay below a twentieth.
+MOST_UNDERFLOW = 0.5
+_SPOKEN = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32"}
 
 
 def drain(run: Run) -> None:
@@ -65,7 +69,8 @@ def drain(run: Run) -> None:
 def _record_probe(run: Run, number: int, probe: Probe) -> None:
     """Record a sample. One that could not be made is told of the first time; the run goes on unchanged."""
     try:
-        record = probe_record(probe.read())
+        sample = probe.read()
+        record = probe_record(sample)
     except (
         Exception
     ) as error:  # it is only an explanation: modules return what they like, and the memory may be too small
@@ -75,6 +80,50 @@ def _record_probe(run: Run, number: int, probe: Probe) -> None:
             warn(run, f"the probe could not sample attempt {number}, {error}; training is not touched by it; {rest}")
         return
     emit(run, record)
+    lost = record["precision/underflow_frac"]
+    # Of a step that was not applied nothing was lost.
+    if lost > MOST_UNDERFLOW and sample.applied and not run.told_underflow:
+        run.told_underflow = True
+        worst = next((path for path, _, label, _ in record["worst"] if label == "underflow_frac" and path), None)
+        place = f" (worst: {worst})" if worst else ""
+        warn(
+            run,
+            f"step {sample.step} (attempt {number}): {lost:.0%} of the gradients that are not 0 become 0 in "
+            f"{_SPOKEN[sample.format]} at loss scale {sample.loss_scale:g}{place}: "
+            f"{underflow_advice(run.state, sample.format, sample.loss_scale)}",
+        )
+
+
+def underflow_advice(state: TrainState, form: str, scale: float) -> str:
+    """What to do when most gradients become 0.
+
+    Args:
+        state: its policy and its rule of the loss scale say what there is to change.
+        form: the compute dtype, such as ``float16``.
+        scale: S of the step.
+    """
+    rule, mode = state.loss_scale, state.policy.mode
+    if form != "float16":  # as wide as FP32: the loss itself is too small
+        return f"make the loss larger (train.loss_weight={state.loss_weight:g}), or look at what the model does to it"
+    options = {"autocast": "precision=fp16_dynamic", "master": "precision=fp16_master_dynamic"}
+    dynamic = options.get(mode, "precision.loss_scale.kind=dynamic")
+    if not rule.active:
+        return f"use a loss scale: {dynamic}" + (
+            f" or {dynamic.replace('dynamic', 'static')}" if mode in options else ""
+        )
+    if rule.kind == "static":
+        return f"raise precision.loss_scale.init, or use a dynamic scale: {dynamic}"
+    if scale >= rule.max:
+        return f"raise precision.loss_scale.max={rule.max:g}, at which the scale is"
+    if scale < rule.init:
+        return (
+            f"overflows took the scale down from {rule.init:g}, so FP16 is too narrow for this model: use BF16, or keep what "
+            "overflows in FP32 (precision.fp32_modules)"
+        )
+    return (
+        "raise precision.loss_scale.init, or lower precision.loss_scale.growth_interval="
+        f"{rule.growth_interval}, after which the scale grows"
+    )
 
 
 def _skip_record(run: Run, row: StepRow, number: int, entry: Pending) -> dict[str, Any]:

@@ -86,6 +86,7 @@ class Run:
     stop_signal: int | None = None
     told_inf_inputs: bool = False
     told_probe: bool = False
+    told_underflow: bool = False
     first_batch: str | None = None  # hash of the ids of the run's first batch; None for a run that goes on
 
 
@@ -121,6 +122,7 @@ def log_state(run: Run) -> dict[str, Any]:
         "skip_rate": {"recent": list(run.skip_rate.recent), "warned": run.skip_rate.warned},
         "examined": asdict(run.examined),
         "told_inf_inputs": run.told_inf_inputs,
+        "told_underflow": run.told_underflow,
         "logged_step": run.logged_step,
         "evaluated_step": run.evaluated_step,
         "train_s": run.train_s,
@@ -134,6 +136,7 @@ def resume_log(run: Run, saved: dict[str, Any]) -> None:
     run.skip_rate = SkipRate(recent=deque(saved["skip_rate"]["recent"]), warned=saved["skip_rate"]["warned"])
     run.examined = Examined(**saved.get("examined", {}))
     run.told_inf_inputs = saved["told_inf_inputs"]
+    run.told_underflow = saved.get("told_underflow", False)  # absent in older checkpoints
     run.logged_step, run.evaluated_step = saved["logged_step"], saved["evaluated_step"]
     run.train_s, run.examples = saved["train_s"], saved["examples"]
     run.saved_step = run.state.counters.applied
