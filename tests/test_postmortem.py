@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -451,7 +452,7 @@ def test_divergence_before_fp32_overflows(make_state):
     first = train_step(state, window).read()
     verdict = verdict_of(state, window, first_loss=first.loss)
     assert verdict.kind == "divergence"
-    assert verdict.message.startswith("divergence rather than precision: the loss is ")
+    assert verdict.message.startswith("divergence, not precision: the loss is ")
     assert f"{first.loss:.3g} at the first step" in verdict.message
 
 
@@ -489,3 +490,31 @@ def test_a_later_state_is_said(make_state):
     verdict = verdict_of(state, labels(torch.ones(2, 3, 4)), moved=7)
     assert verdict.message.endswith("(with the weights of 7 steps later)")
     assert Task.classification  # the default task
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_optimizer_in_half_is_blamed_for_its_eps_and_the_cure_works(make_state, fused):
+    """Adam's second moment and its eps are 0 in FP16: 0/0 at any learning rate, and FP32 finds NaN in the weights."""
+    base = {
+        **PURE,
+        "optimizer.name": "adam",
+        "optimizer.fused": fused,
+        "optimizer.lr": 1e-4,
+        "precision.loss_scale.init": 1.0,
+    }
+    window = [batch(torch.full((4, 3), 1e-3), torch.zeros(4, dtype=torch.int64))]
+
+    def run(**keys: Any) -> tuple[Any, bool]:
+        torch.manual_seed(0)
+        state = make_state(nn.Linear(3, 2), **{**base, **keys})
+        return state, all(train_step(state, window).read().applied for _ in range(3))
+
+    state, fine = run()
+    if not fine:
+        found = examine(state, window, loss_scale=1.0)
+        assert (found.kind, "learning rate" in found.message) == ("divergence", False)
+        assert "of an optimizer in FP16, where its eps=1e-08 is 0: the parameter " in found.message
+        assert found.message.endswith("keep FP32 weights (precision.mode=master), or set optimizer.eps=0.0001")
+    assert fine == fused
+    assert run(**{"optimizer.eps": 1e-4})[1]
+    assert run(**{"precision.mode": "master"})[1]

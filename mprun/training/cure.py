@@ -16,9 +16,10 @@ from mprun.numerics.places import INPUT, LOSS
 from mprun.precision.policy import check_support
 from mprun.training.replay import Exam, Replay
 from mprun.training.state import TrainState
-from mprun.training.verdict import rules_text
+from mprun.training.verdict import SHORT, rules_text
 
 MOST_RULES = 8
+WIDE_EPS = 1e-4  # a normal number of FP16
 PATIENCE_S = 60.0  # a run waits meanwhile
 
 
@@ -29,6 +30,23 @@ def cure_text(state: TrainState, rules: Sequence[str], *, bf16: bool) -> str:
     them = "it" if len(rules) == 1 else "these"
     text = f"keep {them} in FP32: {rules_text([*state.policy.fp32_modules, *rules])}"
     return text + (", or use BF16" if bf16 else "")
+
+
+def divergence_words(state: TrainState) -> tuple[str, str]:
+    """What a divergence is called, and what to do about it.
+
+    Where the optimizer itself works in half, an eps that rounds to 0 there makes it divide by what has rounded to 0 too, at any
+    learning rate; FP32 on such weights proves nothing about precision.
+    """
+    for group in state.optimizer.param_groups if state.policy.mode == "pure" else ():
+        eps, dtype = group.get("eps"), state.policy.param_dtype
+        if isinstance(eps, float) and eps > 0 and not torch.tensor(eps).to(dtype):
+            form = SHORT[str(dtype).removeprefix("torch.")]
+            return (
+                f"divergence, of an optimizer in {form}, where its eps={eps:g} is 0",
+                f"keep FP32 weights (precision.mode=master), or set optimizer.eps={WIDE_EPS:g}",
+            )
+    return "divergence, not precision", "lower the learning rate"
 
 
 def find_rules(exam: Exam, seen: Replay) -> list[str]:

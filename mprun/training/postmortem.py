@@ -32,7 +32,7 @@ from mprun.numerics.places import INPUT
 from mprun.numerics.trace import Event
 from mprun.precision.policy import PrecisionPolicy, map_tensors
 from mprun.training.blame import input_overflow, nonfinite_samples
-from mprun.training.cure import bf16_helps, cure_text, find_rules
+from mprun.training.cure import bf16_helps, cure_text, divergence_words, find_rules
 from mprun.training.replay import INPUTS, TARGETS, Exam, Replay
 from mprun.training.state import TrainState
 from mprun.training.verdict import (
@@ -109,11 +109,11 @@ def _judge(exam: Exam, loss_scale: float, moved: int, *, stops: bool) -> Verdict
     if outlier := _outliers(exam):
         return replace(outlier, **of_event(seen.first))
     if exam.first_loss is not None and fp32.loss > DIVERGED * max(exam.first_loss, 1e-6):
+        name, cure = divergence_words(state)
         where = f"; in {_format(state)} {place(seen.first)} overflows first" if seen.first else ""
         return Verdict(
             DIVERGENCE,
-            f"divergence rather than precision: the loss is {fp32.loss:.3g} in FP32 as well, {exam.first_loss:.3g} at the first "
-            f"step{where}; lower the learning rate",
+            f"{name}: the loss is {fp32.loss:.3g} in FP32 as well, {exam.first_loss:.3g} at the first step{where}; {cure}",
             **of_event(seen.first),
         )
     return _overflow(exam, seen, fp32)
@@ -160,8 +160,9 @@ def _scale_search(exam: Exam, loss_scale: float, bottom: float, *, stops: bool) 
 def _not_precision(exam: Exam, fp32: Replay) -> Verdict:
     """FP32 breaks too: the data, a parameter that was bad already, or arithmetic that has no finite result."""
     event = fp32.first
+    name, cure = divergence_words(exam.state)
     if event is None:
-        return Verdict(DIVERGENCE, "divergence, not precision: FP32 is not finite either; lower the learning rate")
+        return Verdict(DIVERGENCE, f"{name}: FP32 is not finite either; {cure}")
     root = event.cause or event
     source = root.source or ""
     if source.startswith((INPUTS, TARGETS)):
@@ -174,17 +175,17 @@ def _not_precision(exam: Exam, fp32: Replay) -> Verdict:
     ids = _samples(exam, fp32)
     rows = f" in sample {some(ids)}" if ids and 2 * len(ids) < len(_lost(exam, fp32).ids) else ""
     if event.kind == "given":
-        why = "; lower the learning rate" if source.startswith("parameter") else ""
-        text = f"divergence, not precision: the {source} is already NaN or inf{why}"
+        why = f"; {cure}" if source.startswith("parameter") else ""
+        text = f"{name}: the {source} is already NaN or inf{why}"
     elif event.cause is not None:
         by = f"the {source}" if event.cause.kind == "given" else place(event.cause)
         text = f"not precision, FP32 breaks too: {place(event)} makes NaN of the inf from {by}{rows}"
     elif place(event) == "the norm of the gradients":
-        text = "divergence, not precision: the norm of the gradients is beyond float32 (above 1.8e19); lower the learning rate"
+        text = f"{name}: the norm of the gradients is beyond float32 (above 1.8e19); {cure}"
     elif event.amax > HUGE or event.operation in EXPONENTIAL:
         text = (
-            f"divergence, not precision: FP32 overflows too, first at {place(event)} of the {event.where} pass{rows}, "
-            f"whose input reaches {event.amax:.3g}; lower the learning rate"
+            f"{name}: FP32 overflows too, first at {place(event)} of the {event.where} pass{rows}, "
+            f"whose input reaches {event.amax:.3g}; {cure}"
         )
     else:
         text = (
