@@ -79,3 +79,36 @@ class Tall(nn.Module):
         for block in self.blocks:
             x = x + torch.tanh(block(torch.tanh(x)) / 1e6)
         return self.head(torch.tanh(x))
+
+
+class Scores(nn.Module):
+    """Scores as of attention without a division by sqrt(d): a product of the model itself overflows FP16, outside any module."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__()
+        side = input_shape[-1]
+        self.q, self.k, self.v = nn.Linear(side, 64), nn.Linear(side, 64), nn.Linear(side, 64)
+        self.head = nn.Linear(64, num_classes)
+        with torch.no_grad():
+            self.q.weight *= 400
+            self.k.weight *= 400
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1, -2)
+        scores = self.q(x) @ self.k(x).transpose(1, 2)
+        return self.head((scores.softmax(-1) @ self.v(x)).mean(1))
+
+
+class Loud(nn.Module):
+    """Two Linears whose inputs are beyond FP16, and nothing else."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Linear(int(torch.tensor(input_shape).prod()), WIDTH)
+        self.head = nn.Linear(WIDTH, num_classes)
+        with torch.no_grad():
+            self.stem.weight *= 1e-3
+            self.head.weight *= 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(1e6 * torch.tanh(self.stem(1e6 * x.flatten(1))))

@@ -215,6 +215,28 @@ def test_bf16_where_fp16_would_need_half_of_the_model_in_fp32() -> None:
     assert "not FP16" in found.reason
 
 
+def test_fp16_that_leaves_nothing_in_half_is_not_recommended() -> None:
+    found = diagnosed(*net("Loud"), "optimizer.lr=1e-9")
+    assert found.fp16 is not None
+    assert {"stem", "head"} == {*found.fp16.rules}
+    assert (found.fp16.failed, found.fp16.hollow, found.fp16.small) == ("", True, False)
+    assert found.chosen is found.bf16 is not None
+    assert found.chosen.rules == {}
+    assert "no module with weights is left that computes in half" in found.reason
+
+
+def test_an_operation_of_the_model_itself_is_named_and_doubts_of_bf16_are_said() -> None:
+    found = diagnosed(*net("Scores"))
+    assert found.chosen is found.bf16 is not None
+    assert "an operation of the model itself overflows" in found.reason
+    assert found.chosen.whole is not None
+    assert found.chosen.whole.path == ""
+    assert f"beyond what rounding explains: {found.chosen.whole.why}" in found.reason
+    healthy = diagnosed(*net("Tall"))
+    assert healthy.chosen is healthy.bf16 is not None
+    assert "beyond what rounding" not in healthy.reason
+
+
 def test_an_fp32_run_that_diverges_is_no_matter_of_precision() -> None:
     found = diagnosed(*net("Net"), "optimizer=sgd", "optimizer.lr=1e30")
     assert found.chosen is None
@@ -287,6 +309,17 @@ def test_ctrl_c_keeps_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     result = json.loads(next((tmp_path / "outputs" / "diagnose").glob("*/*/result.json")).read_text())
     assert result["status"] == "interrupted"
     assert result["float16"]["interval"]["high"] > 1
+
+
+def test_a_rule_that_matches_nothing_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["diagnose", *SMALL, *net("Net"), "precision=fp16_dynamic", "precision.fp32_modules=[middel]"]) == 2
+    shown = capsys.readouterr().err
+    assert "'middel' matches no module" in shown
+    assert "FP16:" not in shown
+    assert not [*(tmp_path / "outputs" / "diagnose").glob("*")]
 
 
 def test_words_that_do_not_fit_are_refused() -> None:

@@ -8,7 +8,8 @@ with the static scale. It has to end, skip at most ``MOST_SKIPS`` steps (1 % wit
 the loss is off, FP32 itself is run again from weights that were moved by a rounding, and so far the loss may be off. If that is
 not enough, what is to blame is corrected (a module, the scale), at most ``ROUNDS`` times.
 
-FP16 is recommended where its cure is small and verified, otherwise BF16, if that is; otherwise FP32.
+FP16 is recommended where its cure is small and verified and leaves something in half, otherwise BF16, if that is; otherwise
+FP32.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from mprun.lab.propose import Measured, Proposal, cure, policy, propose
 from mprun.lab.reference import Curve, SavedState, reference
 from mprun.lab.replay import Replay
 from mprun.numerics.formats import FORMATS
+from mprun.precision.overrides import make_plan
 from mprun.training.result import StepResult
 from mprun.training.state import TrainState
 from mprun.training.step import train_step
@@ -87,17 +89,38 @@ def diagnose(config: Config, found: Diagnosis, say: Say) -> None:
         found.chosen, found.reason = fp16, f"FP16 with a loss scale follows FP32{kept}"
         return
     why = fp16.failed or f"it would need {len(fp16.rules)} of {fp16.halves} modules in FP32"
+    if not fp16.failed and fp16.hollow:
+        why = _nothing_left(fp16)
     _try(measured, config, bf16, say)
+    if not bf16.failed and bf16.hollow:
+        bf16.failed = _nothing_left(bf16)
     if not bf16.failed:
-        found.chosen, found.reason = bf16, f"not FP16: {why}. BF16 has FP32's range, and follows FP32"
-    elif not fp16.failed:
+        found.chosen, found.reason = bf16, f"not FP16: {why}. BF16 has FP32's range, and follows FP32{_doubt(bf16)}"
+    elif not fp16.failed and not fp16.hollow:
         found.chosen, found.reason = fp16, f"{why}, but BF16 is no way out: {bf16.failed}"
     else:
         found.reason = f"stay with FP32. FP16: {why}. BF16: {bf16.failed}"
 
 
+def _nothing_left(found: Proposal) -> str:
+    return (
+        f"with {', '.join(found.rules)} in FP32, which it needs, no module with weights is left that computes in half"
+    )
+
+
+def _doubt(found: Proposal) -> str:
+    """What speaks against a policy that passed: the model as a whole is worse than rounding explains."""
+    if found.whole is None:
+        return ""
+    return f" over these steps, but the model as a whole is beyond what rounding explains: {found.whole.why}; compare longer runs"
+
+
 def measure(config: Config) -> Measured:
-    """The FP32 run, sampled."""
+    """The FP32 run, sampled.
+
+    Raises:
+        OverrideError: a rule of ``precision.fp32_modules`` matches nothing.
+    """
     steps, every = config.diagnose.steps, config.diagnose.every
     if config.train.steps is not None:
         steps = min(steps, config.train.steps)
@@ -105,6 +128,8 @@ def measure(config: Config) -> Measured:
 
     def step(state: TrainState, window: Sequence[Batch]) -> StepResult:
         now = state.counters.applied
+        if not state.counters.attempts:
+            make_plan(state.model, config.precision.fp32_modules, mode=config.precision.mode.value)
         if now % every or now in samples:
             return train_step(state, window)
         result, samples[now] = watched_step(state, window)

@@ -71,7 +71,8 @@ class Proposal:
         losses: by module, what the format costs if nothing is kept in FP32.
         errors: local errors without the rules that were found.
         trials: the last verification runs.
-        halves: how many modules with parameters compute in half, without those rules.
+        working: the modules with parameters that compute in half, without those rules.
+        whole: the local error of the model itself, under the rules, where it is beyond what rounding explains.
         failed: why it cannot be recommended; empty if it can.
     """
 
@@ -85,7 +86,8 @@ class Proposal:
     losses: list[ModuleLoss] = field(default_factory=list)
     errors: list[ModuleError] = field(default_factory=list)
     trials: list[Any] = field(default_factory=list)
-    halves: int = 0
+    working: tuple[str, ...] = ()
+    whole: ModuleError | None = None
     failed: str = ""
 
     @property
@@ -95,8 +97,19 @@ class Proposal:
 
     @property
     def small(self) -> bool:
-        """Whether few enough modules stay in FP32."""
-        return len(self.rules) <= max(SMALL, SMALL_FRAC * self.halves)
+        """Whether few enough modules stay in FP32, and something is left that computes in half."""
+        return len(self.rules) <= max(SMALL, SMALL_FRAC * self.halves) and not self.hollow
+
+    @property
+    def halves(self) -> int:
+        """How many modules with parameters compute in half, without the rules."""
+        return len(self.working)
+
+    @property
+    def hollow(self) -> bool:
+        """Whether the rules leave no module with parameters in half: FP32 by another name."""
+        covered = (any(f"{path}.".startswith(f"{rule}.") for rule in self.rules) for path in self.working)
+        return bool(self.working) and all(covered)
 
 
 def policy(config: Config, dtype: str, *, init: float = 1.0, kind: str = "dynamic") -> Config:
@@ -153,6 +166,7 @@ def propose(measured: Measured, config: Config, dtype: str) -> Proposal:
         if not found.errors:
             found.errors = errors_of(measured, config, found, {}) if found.rules else errors
         new = {error.path: error.why for error in errors if error.own and error.path not in found.rules}
+        found.whole = next((error for error in errors if not error.path and error.beyond), None)
         new.pop("", None)  # what the errors of all modules add up to is for the run beside FP32 to say
         if not new:
             break
@@ -198,9 +212,10 @@ def cure(replay: Replay, measured: Measured, config: Config, found: Proposal) ->
             return looks
         if found.rules == before:
             where = last.overflows[0].module if last.overflows else ""
-            found.failed = (
-                f"it breaks at step {last.step}: {last.error or f'{where} overflows in the forward pass, rules or not'}"
+            said = (
+                f"{where or 'an operation of the model itself'} overflows in the forward pass, whatever is kept in FP32"
             )
+            found.failed = f"it breaks at step {last.step}: {last.error or said}"
             return looks
         if len(found.rules) > max(2 * SMALL, found.halves // 2):
             first = next(iter(found.rules))
@@ -250,7 +265,7 @@ def _describe(replay: Replay, measured: Measured, found: Proposal) -> None:
             raise
         return
     held = Held.of(rows, found.dtype)
-    found.halves = sum(row["compute_dtype"] == found.dtype and bool(row["param_dtype"]) for row in rows)
+    found.working = tuple(row["module"] for row in rows if row["compute_dtype"] == found.dtype and row["param_dtype"])
     samples = [*measured.samples.values()]
     found.losses = [
         module_loss(row["module"], row["class"], samples, held, FORMATS[found.dtype])
