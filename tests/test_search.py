@@ -251,6 +251,24 @@ def test_inputs_that_overflow_before_the_model_are_the_data():
     assert "normalise the data" in str(result.cause)
 
 
+@pytest.mark.parametrize(
+    ("net", "said"), [("Scores", "an operation of its own forward"), ("Loud", "beside that nothing computes in half")]
+)
+def test_fp32_by_another_name_is_no_set(net, said):
+    words = [
+        "dataset=digits", "dataset.limit=256", "train.batch_size=32", "device=cpu", "search.steps=8", "optimizer.lr=1e-9",
+        "model=python", f"model.name=diagnose_nets:{net}", "trust=[diagnose_nets]", "precision=fp16_dynamic",
+    ]  # fmt: skip
+    assert main(["search", *words]) == 1
+    (folder,) = Path("outputs/search").glob("*/*")
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["outcome"], result["fp32_modules"], result["recommended"]) == ("none", None, None)
+    assert result["cause"]["kind"] == "model"
+    assert said in result["cause"]["message"]
+    assert ("precision=bf16, which passes" in result["cause"]["message"]) == (net == "Loud")
+    assert not [*(folder / "precision").iterdir()]
+
+
 # --- the end before the end ------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,8 @@ Every set that is accepted anywhere in the search has passed both. In this order
 scales (a scale that cures everything is the cause); then everything, since what that does not cure no set will; then the
 candidates, most suspect first, minimised by delta debugging (:mod:`mprun.lab.ddmin`) first among leaves and, where all leaves
 together do not do, with containers, level by level. A container in the result is exchanged for what is inside it if that passes.
-The result is 1-minimal; a set of one or two is the smallest there is among the level's candidates.
+A set that leaves nothing in half is none: it is FP32 by another name, and
+is told as such. The result is 1-minimal; a set of one or two is the smallest there is among the level's candidates.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ from mprun.lab.evaluate import Evaluator
 from mprun.lab.follow import SEEDS, Tracking, follow
 from mprun.lab.found import Evidence, Found
 from mprun.lab.local import ModuleError, local_errors
+from mprun.lab.propose import policy
 from mprun.lab.reference import Curve, Reference, reference
 from mprun.numerics.formats import FORMATS
 from mprun.report.summary import scale_text
 from mprun.training.build import device_of, switches
+from mprun.training.observe import observe
 
 # Called after every test of a set: the set, whether it passed, the tests so far, and the best set so far.
 Tell = Callable[[Items, bool, int, Items | None], None]
@@ -117,9 +120,46 @@ def _searched(s: Searching, tell: Tell | None) -> Found:
             break
         if trials.count >= trials.budget:
             return _best_so_far(s, "found")
-    if result is None:  # the root's own operations
-        result = Minimum((ROOT,), True, False, False)
+    if result is None or not _leaves_half(s, result.items):
+        return Found("none", None, cause=_whole_model(s, result), tests=trials.count)
     return _result(s, "found", result)
+
+
+def _leaves_half(s: Searching, items: Sequence[str]) -> bool:
+    """Whether a module that computes with weights, or an operation of a container, is still in half beside ``items``."""
+    first, half = s.run.states[0], s.config.precision.compute_dtype.value
+    with s.evaluator.replay.running(uncovered(items)) as state:
+        s.evaluator.replay.place(state, first)
+        rows = observe(state, first.window[0])
+    around = {row["module"].rpartition(".")[0] for row in rows if row["module"]}
+    return any(row["compute_dtype"] == half and (row["param_dtype"] or row["module"] in around) for row in rows)
+
+
+def _whole_model(s: Searching, result: Minimum | None) -> Cause:
+    """The cause where nothing less than the whole model helps: FP32 by another name; and whether BF16 passes instead."""
+    if result is None:
+        wrong = s.errors.get("")
+        why = f" ({wrong.why})" if wrong is not None and wrong.why else ""
+        which = f"with every module inside it in FP32 it fails, so an operation of its own forward is the culprit{why}"
+    else:
+        which = f"it takes {', '.join(result.items)} in FP32, and beside that nothing computes in half"
+    advice = "use precision=fp32"
+    if s.config.precision.compute_dtype.value == "float16":
+        advice = _bf16_instead(s)
+    return Cause("model", f"nothing less than the whole model in FP32 suffices: {which}; {advice}", {})
+
+
+def _bf16_instead(s: Searching) -> str:
+    config = policy(s.config, "bfloat16")
+    name = "bf16_master" if config.precision.mode is Mode.master else "bf16"
+    try:
+        evaluator = Evaluator(s.run, config, tolerance=config.search.tolerance)
+        other = dataclasses.replace(s, config=config, evaluator=evaluator, tracked={})
+        if _passes(other, ()):
+            return f"use precision={name}, which passes the test as it is"
+        return f"precision={name} does not pass as it is either ({_why(other, ())}): use precision=fp32"
+    except MprunError as error:  # a device that does not compute in it
+        return f"use precision=fp32 ({' '.join(str(error).split())})"
 
 
 def _trials(s: Searching, tell: Tell | None) -> Trials:
