@@ -1,6 +1,6 @@
 """Where ``mprun diagnose`` puts the loss scale, beside where a dynamic scale settles in a real run of the same experiment.
 
-    python bench/recommended_scale.py [--json FILE]
+    python bench/recommended_scale.py [--json] [--only NAME]
 
 For each pair of model and dataset: one diagnosis, then two FP16 runs of as many steps. The first starts from 65536 and grows
 after 20 good steps instead of 2000, so that it has settled long before the end: its scale is the median of the second half.
@@ -13,15 +13,13 @@ import argparse
 import math
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
-from common import about, about_text
+from common import about, about_text, save
 
 from mprun.compose import compose
 from mprun.lab.diagnose import Diagnosis, diagnose
 from mprun.lab.reference import short_run
-from mprun.training.env import atomic_write_json
 
 COMMON = ["device=cpu", "tracking=disabled", "diagnose.steps=200"]
 PAIRS = {
@@ -67,7 +65,7 @@ def measure(name: str, words: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", action="store_true", help="write bench/results/recommended_scale.json")
     parser.add_argument("--only", help="part of a pair's name")
     asked = parser.parse_args()
     rows = []
@@ -88,8 +86,8 @@ def main() -> None:
         )
     here = about(threads=None)
     print(about_text(here))
-    if asked.json is not None:
-        atomic_write_json(asked.json, {"about": here, "rows": rows})
+    if asked.json:
+        print(save("recommended_scale", {"about": here, "rows": rows}))
 
 
 def _power(scale: float) -> str:
