@@ -27,7 +27,7 @@ from mprun.data import check_dataset
 from mprun.errors import ConfigError
 from mprun.models.catalog import check_model
 from mprun.options import GROUPS, options, read_recipe, recipe_of, tree
-from mprun.precision_files import precision_file_of, read_precision
+from mprun.precision_files import precision_file_of, read_precision, restored
 from mprun.resume import Resume, find, idle_words
 from mprun.runs import slug
 from mprun.training.optim_catalog import check_optimizer
@@ -157,7 +157,10 @@ def compose_run(overrides: Sequence[str]) -> tuple[Composed, Resume | None]:
         CheckpointError: there is nothing to resume, or an override cannot come into force.
     """
     resume = find(overrides)
-    composed = compose(resume.words if resume else overrides)
+    words = list(overrides)
+    if resume is not None:
+        words = restored(resume.words, overrides, resume.run_dir) if resume.run_dir else resume.words
+    composed = compose(words)
     if resume is None and (idle := idle_words(overrides, to_plain(composed.config))):
         raise ConfigError("\n".join(idle))
     if resume is not None:

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from mprun.config import Config, LossScaleConfig, PrecisionConfig
 from mprun.config_check import to_config
-from mprun.errors import ConfigError, nearest
+from mprun.errors import ConfigError, MprunError, nearest
 from mprun.options import Recipe, is_file, options, refuse_bomb, refuse_lookups
 from mprun.runs import slug
 
@@ -44,8 +46,6 @@ def read_precision(name: str) -> str:
     bare = name.strip().strip("'\"")
     if not is_file(bare):
         return name
-    from hydra.core.config_store import ConfigStore
-
     path = Path(bare).expanduser().resolve()
     node, text = _load(path, bare)
     problems = list(_problems(node))
@@ -53,7 +53,55 @@ def read_precision(name: str) -> str:
         raise ConfigError("\n".join(f"precision={bare}: {problem}" for problem in problems))
     if "name" not in node:
         node.name = slug(path.stem)
-    found = Recipe(str(path), hashlib.sha256(text).hexdigest())
+    return _give(node, Recipe(str(path), hashlib.sha256(text).hexdigest()))
+
+
+def restored(words: Sequence[str], given: Sequence[str], folder: Path) -> list[str]:
+    """``words`` of the run in ``folder``, also where a file that they name is gone.
+
+    The values of a precision file are in the run's ``config.yaml``; an option is made of them. A recipe cannot be made again
+    from there, because its values and those of the options below it are one by then.
+
+    Args:
+        words: the saved overrides with ``given`` on top.
+        given: what was typed; it must exist.
+        folder: of the run.
+
+    Raises:
+        ConfigError: a file is gone that nothing can stand in for; says what to do.
+    """
+    return [word if word in given else _restored(word, folder) for word in words]
+
+
+def _restored(word: str, folder: Path) -> str:
+    key, _, value = word.partition("=")
+    name = value.strip().strip("'\"")
+    if key not in (GROUP, "recipe") or not is_file(name) or Path(name).expanduser().exists():
+        return word
+    gone = f"{key}={name}, with which {folder} was started, does not exist any more"
+    if key == "recipe":
+        raise ConfigError(
+            f"{gone}: put the file back there (config.yaml in that folder holds all its values), or start a new run"
+        )
+    try:
+        plain: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"), resolve=False)
+        node = _parsed(OmegaConf.to_yaml(OmegaConf.create(plain[GROUP])).encode(), name)
+        sha256 = json.loads((folder / "env.json").read_text(encoding="utf-8"))["precision_file"]["sha256"]
+        problem = next(iter(_problems(node)), "")
+    except (MprunError, OSError, ValueError, KeyError, TypeError, YAMLError, OmegaConfBaseException) as error:
+        problem = " ".join(str(error).split()) or type(error).__name__
+    if problem:
+        raise ConfigError(
+            f"{gone}, and that folder cannot stand in for it ({problem})\nput the file back, or give precision=... anew"
+        )
+    return f"{key}={_give(node, Recipe(name, str(sha256)))}"
+
+
+def _give(node: DictConfig, found: Recipe) -> str:
+    """Give Hydra ``node`` as an option that is named like the file ``found``; the option's name."""
+    from hydra.core.config_store import ConfigStore
+
+    path = Path(found.name)
     option = slug(path.stem)
     taken = option in options(GROUP)
     if taken or (option in _read and _read[option].name != found.name):  # a file fp32.yaml is not the option fp32
@@ -70,23 +118,31 @@ def precision_file_of(option: str | None) -> Recipe | None:
 
 def _load(path: Path, given: str) -> tuple[DictConfig, bytes]:
     """The mapping in ``path``, and its text."""
-    import yaml
-
     if not path.is_file():
         raise ConfigError(
             f"precision={given} does not exist ({path}); the named options are {', '.join(sorted(options(GROUP)))}"
         )
     try:
         text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"precision={given} is not readable: {' '.join(str(error).split())}") from error
+    return _parsed(text, given), text
+
+
+def _parsed(text: bytes, given: str) -> DictConfig:
+    """The mapping that ``text`` is, without bombs and lookups."""
+    import yaml
+
+    try:
         root = yaml.compose(text.decode("utf-8"), Loader=yaml.SafeLoader)
         refuse_bomb(root, f"precision={given}")
         refuse_lookups(root, f"precision={given}")
         node = OmegaConf.load(io.StringIO(text.decode("utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError, RecursionError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, OmegaConfBaseException) as error:
         raise ConfigError(f"precision={given} is not readable YAML: {' '.join(str(error).split())}") from error
     if not isinstance(node, DictConfig):
         raise ConfigError(f"precision={given} is not a mapping of keys (mode, compute_dtype, loss_scale ...)")
-    return node, text
+    return node
 
 
 def _problems(node: DictConfig) -> Iterable[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -141,6 +142,66 @@ def test_a_run_is_recorded_resumed_and_run_again(tmp_path: Path, monkeypatch: py
         assert (saved.name, saved.loss_scale.init) == ("mine", 512.0)
 
 
+def test_a_run_goes_on_without_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path / "mine.yaml")
+    # Kept out of this process's memory of files: another one starts the run.
+    words = [*TINY, "precision=./mine.yaml", "precision.loss_scale.patience=7", "train.steps=2"]
+    code = f"from mprun.cli import main; raise SystemExit(main({[*words, 'hydra.run.dir=one']!r}))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+    before = json.loads((tmp_path / "one" / "env.json").read_text())["precision_file"]
+    was = OmegaConf.load(tmp_path / "one" / "config.yaml").precision
+    path.unlink()
+    assert main(["resume=one", "train.steps=3"]) == 0
+    assert main(["rerun", "one", "hydra.run.dir=two"]) == 0
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        assert OmegaConf.load(folder / "config.yaml").precision == was
+        assert f"precision={path}" in OmegaConf.load(folder / ".hydra" / "overrides.yaml")
+        assert json.loads((folder / "env.json").read_text())["precision_file"] == before
+    assert (was.name, was.loss_scale.init, was.loss_scale.patience) == ("mine", 512, 7)
+    assert main(["resume=one", "precision.loss_scale.patience=8", "train.steps=4"]) == 0
+    assert OmegaConf.load(tmp_path / "one" / "config.yaml").precision.loss_scale.patience == 8
+
+
+def test_a_file_that_nothing_stands_in_for_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SECRET", "s3cret")
+    path = write(tmp_path / "mine.yaml")
+    assert main([*TINY, f"precision={path}", "train.steps=2", "hydra.run.dir=one"]) == 0
+    path.unlink()
+    assert main(["resume=one", f"precision={path}", "train.steps=3"]) == 2  # typed: it has to be there
+    assert f"precision={path} does not exist" in capsys.readouterr().err
+    saved = tmp_path / "one" / "config.yaml"
+    text = saved.read_text()
+    saved.write_text(text.replace("name: mine", "name: ${oc.env:SECRET}"))
+    assert main(["resume=one", "train.steps=3"]) == 2
+    said = capsys.readouterr().err
+    assert f"precision={path}, with which {tmp_path / 'one'} was started, does not exist any more" in said
+    assert "put the file back, or give precision=... anew" in said
+    assert "s3cret" not in said
+    saved.write_text(text)
+    assert main(["resume=one", "precision=fp32", "train.steps=3"]) == 0
+
+
+def test_a_recipe_that_is_gone_is_told_with_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path / "own.yaml", "train:\n  steps: 2\n")
+    assert main([*TINY, "recipe=./own.yaml", "hydra.run.dir=one"]) == 0
+    path.unlink()
+    for words in (["resume=one", "train.steps=3"], ["rerun", "one"]):
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert (
+            f"recipe={path}, with which {tmp_path / 'one'} was started, does not exist any more: put the file back"
+            in said
+        )
+
+
 @pytest.mark.slow
 def test_a_sweep_over_files_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -155,7 +216,6 @@ def test_a_sweep_over_files_and_options(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_reading_a_file_imports_no_torch(tmp_path: Path) -> None:
-    import subprocess
 
     code = f"import sys; from mprun.cli import main; main(['show', 'precision={write(tmp_path / 'm.yaml')}']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

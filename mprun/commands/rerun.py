@@ -26,6 +26,7 @@ from yaml import YAMLError
 from mprun.compose import Composed, compose
 from mprun.config_check import to_plain
 from mprun.errors import CheckpointError, ConfigError
+from mprun.precision_files import restored
 from mprun.resume import changes, merge
 from mprun.runs import LATEST, OUTPUTS, SWEEP_FILE
 from mprun.training.env import atomic_write_json, from_json, json_ready
@@ -54,7 +55,7 @@ def run(words: Sequence[str]) -> int:
     """
     target, overrides, dry = parse(words)
     past = read(target)
-    composed = compose(again(past.words, overrides), command="rerun")
+    composed = compose(restored(again(past.words, overrides), overrides, past.folder), command="rerun")
     drift = drift_of(past, composed)
     print(f"rerun of {past.folder}")
     print(
