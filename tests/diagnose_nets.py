@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 WIDTH = 32
 
@@ -112,3 +113,11 @@ class Loud(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(1e6 * torch.tanh(self.stem(1e6 * x.flatten(1))))
+
+
+def rows(large: float = 1.0) -> tuple[TensorDataset, TensorDataset]:
+    """Rows of 16 normal numbers with the sign of their sum as the class; sample 17 holds ``large``."""
+    inputs = torch.randn(320, 16, generator=torch.Generator().manual_seed(0))
+    classes = (inputs.sum(1) > 0).long()
+    inputs[17, 3] = large
+    return TensorDataset(inputs[:256], classes[:256]), TensorDataset(inputs[256:], classes[256:])

@@ -26,10 +26,12 @@ from mprun.lab.advice import (
     scale_rows,
 )
 from mprun.lab.diagnose import Diagnosis, diagnose
+from mprun.lab.findings import as_plain
 from mprun.lab.local import local_errors
 from mprun.lab.reference import reference, short_run
 from mprun.numerics.formats import FORMATS
 from mprun.numerics.stats import Stats, stats
+from mprun.report.diagnose_text import diagnosis_text
 
 FP16, BF16 = FORMATS["float16"], FORMATS["bfloat16"]
 SMALL = [
@@ -320,6 +322,21 @@ def test_a_rule_that_matches_nothing_is_refused_before_anything_is_measured(
     assert "'middel' matches no module" in shown
     assert "FP16:" not in shown
     assert not [*(tmp_path / "outputs" / "diagnose").glob("*")]
+
+
+def test_a_sample_far_from_all_others_is_said_beside_the_recommendation() -> None:
+    rows = [*net("Net"), "dataset=python", "dataset.name=diagnose_nets:rows", "optimizer.lr=1e-6"]
+    kept = [word for word in SMALL if not word.startswith("dataset")]
+
+    def plain(*more: str) -> dict[str, Any]:
+        found = Diagnosis()
+        diagnose(compose([*kept, *rows, *more], command="diagnose").config, found, lambda line: None)
+        return as_plain(found)
+
+    found = plain("dataset.kwargs.large=1e5")
+    assert "the input of sample 17 reaches 1e+05, more than 1000 times the others" in found["data"]
+    assert found["data"] in " ".join(diagnosis_text({**found, "status": "ok"}, 400).split())
+    assert plain()["data"] == ""
 
 
 def test_words_that_do_not_fit_are_refused() -> None:

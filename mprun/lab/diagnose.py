@@ -32,6 +32,7 @@ from mprun.lab.reference import Curve, SavedState, reference
 from mprun.lab.replay import Replay
 from mprun.numerics.formats import FORMATS
 from mprun.precision.overrides import make_plan
+from mprun.training.postmortem import outliers
 from mprun.training.result import StepResult
 from mprun.training.state import TrainState
 from mprun.training.step import train_step
@@ -125,11 +126,14 @@ def measure(config: Config) -> Measured:
     if config.train.steps is not None:
         steps = min(steps, config.train.steps)
     samples: dict[int, Modules] = {}
+    apart: list[str] = []  # of the first window with a sample far from all others
 
     def step(state: TrainState, window: Sequence[Batch]) -> StepResult:
         now = state.counters.applied
         if not state.counters.attempts:
             make_plan(state.model, config.precision.fp32_modules, mode=config.precision.mode.value)
+        if not apart and (outlier := outliers(window)) is not None:
+            apart.append(f"{outlier.message.partition(': ')[2]}: look at it before the precision")
         if now % every or now in samples:
             return train_step(state, window)
         result, samples[now] = watched_step(state, window)
@@ -137,7 +141,8 @@ def measure(config: Config) -> Measured:
 
     sampled = range(0, steps, every)
     places = {round(i * (len(sampled) - 1) / max(KEPT_STATES - 1, 1)) for i in range(KEPT_STATES)}
-    return Measured(reference(config, steps=steps, keep=[sampled[i] for i in sorted(places)], watch=step), samples)
+    exact = reference(config, steps=steps, keep=[sampled[i] for i in sorted(places)], watch=step)
+    return Measured(exact, samples, "".join(apart))
 
 
 def _proposed(measured: Measured, config: Config, dtype: str, say: Say) -> Proposal:

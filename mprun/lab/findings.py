@@ -30,6 +30,7 @@ def as_plain(found: Diagnosis) -> dict[str, Any]:
         "fp32_modules": [*chosen.rules] if chosen else [],
         "fp32": None if curve is None else {"steps": len(curve.losses), "status": curve.status, "error": curve.error,
                                             "first_loss": _first(curve.losses), "last_loss": _last(curve.losses)},
+        "data": measured.outlier if measured else "",
         "sampled_steps": sorted(measured.samples) if measured else [],
         "modules": module_rows(found),
         **{

@@ -52,10 +52,11 @@ SMALL, SMALL_FRAC = 3, 0.25
 
 @dataclass(frozen=True)
 class Measured:
-    """The FP32 run: the reference with its kept states, and the sampled steps by applied step."""
+    """The FP32 run: the reference with its kept states, the sampled steps by applied step, and the data that stands out."""
 
     reference: Reference
     samples: dict[int, Modules]
+    outlier: str = ""
 
 
 @dataclass

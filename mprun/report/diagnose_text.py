@@ -150,6 +150,8 @@ def _trials(console: Console, result: Mapping[str, Any]) -> None:
     grid.add_row("recommended", head)
     if reason:
         grid.add_row("because", Text(str(reason)))
+    if result.get("data"):
+        grid.add_row("data", Text(str(result["data"]), style="yellow"))
     for dtype, name in NAMES.items():
         for trial in (result.get(dtype) or {}).get("trials", ()):
             scale = "" if trial["kind"] == "none" else f" {trial['kind']} {_power(trial['init'])}"

@@ -106,7 +106,7 @@ def _judge(exam: Exam, loss_scale: float, moved: int, *, stops: bool) -> Verdict
         return _not_precision(exam, fp32)
     if seen.first is not None and seen.first.module == INPUT and (text := input_overflow(state, exam.window)):
         return Verdict(FORWARD, text, **of_event(seen.first), sample_ids=_samples(exam, seen)[:MOST_IDS])
-    if outlier := _outliers(exam):
+    if outlier := outliers(exam.window):
         return replace(outlier, **of_event(seen.first))
     if exam.first_loss is not None and fp32.loss > DIVERGED * max(exam.first_loss, 1e-6):
         name, cure = divergence_words(state)
@@ -170,7 +170,7 @@ def _not_precision(exam: Exam, fp32: Replay) -> Verdict:
         what = INPUTS if source.startswith(INPUTS) else TARGETS
         text = f"bad data, not precision: {what} of sample {some(bad)} is NaN or inf"
         return Verdict(BAD_DATA, text, sample_ids=tuple(bad[:MOST_IDS]), **of_event(event))
-    if outlier := _outliers(exam):
+    if outlier := outliers(exam.window):
         return replace(outlier, **of_event(event))
     ids = _samples(exam, fp32)
     rows = f" in sample {some(ids)}" if ids and 2 * len(ids) < len(_lost(exam, fp32).ids) else ""
@@ -206,11 +206,11 @@ def _bad_sample(outliers: Mapping[int, float], what: str) -> Verdict:
     )
 
 
-def _outliers(exam: Exam) -> Verdict | None:
+def outliers(window: Sequence[Batch]) -> Verdict | None:
     """Samples whose inputs or targets are larger than ``OUTLIER`` times the median of their micro-batch."""
     for what in (INPUTS, TARGETS):
         found: dict[int, float] = {}
-        for batch in exam.window:
+        for batch in window:
             reach = _reach_by_sample(batch.inputs if what == INPUTS else batch.targets, len(batch.ids))
             typical = float(reach.median()) if len(reach) else 0.0
             if len(reach) >= 3 and typical > 0:
