@@ -25,6 +25,7 @@ from mprun.lab.compare_markdown import as_json, markdown
 from mprun.lab.compare_text import decibels, terminal
 from mprun.lab.comparison import Comparison, build
 from mprun.lab.measured import Candidate, measured
+from mprun.lab.seed_run import whole_windows
 from mprun.lab.words import points
 from mprun.report.run_folders import find_runs
 from mprun.sweeps.plan import planned
@@ -472,3 +473,10 @@ def test_every_key_of_a_comparison_acts(folder, capsys) -> None:
     assert parity("compare.metric=val/loss")["parity"]["deficit"] == pytest.approx(0.002)
     assert parity("compare.baseline=bf16", label="fp32")["parity"]["deficit"] == pytest.approx(-0.002)
     capsys.readouterr()
+
+
+def test_a_mean_over_fewer_steps_at_the_end_is_no_part_of_the_curve():
+    assert whole_windows([(5.0, 2.0), (10.0, 1.0), (14.0, 9.0)], 5) == [(5.0, 2.0), (10.0, 1.0)]
+    assert whole_windows([(5.0, 2.0), (10.0, 1.0)], 5) == [(5.0, 2.0), (10.0, 1.0)]
+    assert whole_windows([(4.0, 2.0)], 5) == [(4.0, 2.0)]
+    assert whole_windows([(4.0, 2.0), (7.0, 1.0)], None) == [(4.0, 2.0), (7.0, 1.0)]

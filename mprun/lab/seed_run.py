@@ -67,7 +67,10 @@ def read_seed(seed: int, folder: Path) -> SeedRun:
     except MprunError:
         records = []
     train = [record for record in records if record.get("kind") == "train"]
-    losses = [(float(r["step"]), float(r["train/loss"])) for r in train if is_number(r.get("train/loss"))]
+    losses = whole_windows(
+        [(float(r["step"]), float(r["train/loss"])) for r in train if is_number(r.get("train/loss"))],
+        row.config.get("train.log_every"),
+    )
     times = [float(r["perf/step_ms"]) for r in train if is_number(r.get("perf/step_ms"))]
     env = _json(folder / "env.json")
     started = env.get("start")
@@ -78,6 +81,16 @@ def read_seed(seed: int, folder: Path) -> SeedRun:
         statistics.median(times[1:] or times) if times else math.nan,
         str(row.config.get("dataset.task", "")), start, env,
     )  # fmt: skip
+
+
+def whole_windows(losses: list[tuple[float, float]], every: Any) -> list[tuple[float, float]]:
+    """Steps and losses without the last one, if it is the mean over fewer steps than ``train.log_every``.
+
+    How many those are differs between runs with another number of skips, and means over other batches are no gap.
+    """
+    if len(losses) > 1 and isinstance(every, int) and losses[-1][0] % every:
+        return losses[:-1]
+    return losses
 
 
 def _reason(row: RunRow) -> str:
