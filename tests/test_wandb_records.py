@@ -101,7 +101,9 @@ def test_every_row_is_there_once_skips_too(ran: dict[str, Any]) -> None:
         assert {key for key in row if "/" in key and not key.startswith("probe/")} == set(keys)
         # Histograms of modules come with the samples of the probe, and with nothing else.
         drawn = {key.split(".")[0] for key in row if key.startswith("probe/")}
-        assert drawn >= {"probe/0/activation", "probe/model/activation_grad"} if record["kind"] == "probe" else not drawn
+        assert (
+            drawn >= {"probe/0/activation", "probe/model/activation_grad"} if record["kind"] == "probe" else not drawn
+        )
 
 
 def test_one_axis_for_training_and_validation(ran: dict[str, Any]) -> None:
