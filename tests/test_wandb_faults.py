@@ -21,7 +21,7 @@ from tests.case_code import TOY, checkpoint, latest, result
 from tests.test_run import same as differences
 
 WORDS = [*TOY, "precision=fp16_dynamic", "precision.loss_scale.init=65536", "dataset.kwargs.values=[0.5,0.1,0.2,0.4]"]
-OPTIONAL = ["Table", "item", "Artifact", "add_file", "log_artifact"]
+OPTIONAL = ["Table", "item", "Histogram", "Artifact", "add_file", "log_artifact"]
 CALLS = ["setup", "Settings", "init", "define_metric", "log", "summary", "finish", *OPTIONAL]
 
 
@@ -33,7 +33,7 @@ class Fake(types.ModuleType):
         self.at, self.fault, self.calls = at, fault, list[tuple[str, Any]]()
         self.Settings: Any = self._class("Settings")
         self.Settings.model_fields = {}
-        self.Table, self.Artifact = self._class("Table"), self._class("Artifact")
+        self.Table, self.Artifact, self.Histogram = map(self._class, ("Table", "Artifact", "Histogram"))
 
     def _class(self, name: str) -> Any:
         outer = self

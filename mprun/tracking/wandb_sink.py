@@ -70,6 +70,7 @@ class WandbSink(Sink):
         self._lines: list[str] = []
         self._trouble: BaseException | None = None
         self._failed = False
+        self._draws = True
         self._wait_s = OFFLINE_FINISH_TIMEOUT_S
         self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_SIZE)
         self._ready = threading.Event()
@@ -205,8 +206,15 @@ class WandbSink(Sink):
             for key, value in record.items()
             if key in ("step", "attempt", "epoch") or ("/" in key and key.startswith(kept))
         }
-        drawn = histograms(record) if record.get("kind") == "probe" else {}
+        drawn: dict[str, Any] = {}
+        if record.get("kind") == "probe" and self._draws:
+            self._draws = False  # where it fails once, it is not tried again
+            self._try(self._draw, record, drawn, optional="the histograms")
         self._run.log({key: value for key, value in row.items() if isinstance(value, int | float)} | drawn)
+
+    def _draw(self, record: Record, drawn: dict[str, Any]) -> None:
+        drawn.update(histograms(record))
+        self._draws = True
 
     def _give_up(self, cause: BaseException | str) -> None:
         for function in at_exit:
