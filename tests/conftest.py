@@ -17,6 +17,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from mprun import options, precision_files
 from mprun.config import Config, Task
 from mprun.config_check import to_config
 from mprun.data.base import Batch
@@ -30,6 +31,13 @@ FP16 = {"precision.name": "fp16_dynamic", "precision.mode": "autocast", "precisi
         "precision.loss_scale.kind": "dynamic"}  # fmt: skip
 BF16 = {"precision.name": "bf16", "precision.mode": "autocast", "precision.compute_dtype": "bfloat16"}
 SGD = {"optimizer.name": "sgd", "optimizer.weight_decay": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def no_file_was_read() -> None:
+    """Names of recipe and precision files are a process's; another test's file of that name would give this one a longer name."""
+    options._read.clear()
+    precision_files._read.clear()
 
 
 def make_config(**given: Any) -> Config:

@@ -361,6 +361,7 @@ def prepared(words: list[str], values: dict[str, list[float]]) -> Path:
     return sweep.folder
 
 
+@pytest.mark.slow
 def test_finished_runs_are_judged_and_not_run_again(folder, capsys) -> None:
     words = [*TINY, "compare.precisions=fp32,bf16,bf16_pure", "compare.seeds=2", *FAST]
     place = prepared(words, {"fp32": [0.972, 0.973], "bf16": [0.972, 0.974], "bf16_pure": [0.87, 0.88]})
@@ -379,6 +380,7 @@ def test_finished_runs_are_judged_and_not_run_again(folder, capsys) -> None:
     assert len(find_runs([str(folder / "outputs")])) == 6
 
 
+@pytest.mark.slow
 def test_other_policies_and_more_seeds_go_on_with_the_same_runs(folder, capsys) -> None:
     words = [*TINY, "compare.precisions=fp32,bf16,bf16_pure", "compare.seeds=2", *FAST]
     place = prepared(words, {"fp32": [0.972, 0.973], "bf16": [0.972] * 2, "bf16_pure": [0.87] * 2})

@@ -252,7 +252,9 @@ def test_the_scale_follows_the_size_of_the_loss(weight: float, least: float, mos
     assert least <= found.fp16.static <= most
 
 
-@pytest.mark.parametrize("words", [net("Net"), ["model=resnet", "optimizer.lr=2e-3"]])
+@pytest.mark.parametrize(
+    "words", [net("Net"), pytest.param(["model=resnet", "optimizer.lr=2e-3"], marks=pytest.mark.slow)]
+)
 def test_the_static_scale_is_near_where_a_dynamic_one_settles(words: list[str]) -> None:
     found = diagnosed(*words, "train.loss_weight=100")
     config = compose([*SMALL, *words, "train.loss_weight=100", "precision=fp16_dynamic", "precision.loss_scale.growth_interval=4",

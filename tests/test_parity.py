@@ -91,6 +91,7 @@ def paired_rates(n: int, deficit: float, *, correlation: float, floor: float, dr
     return {word: found.count(word) / draws for word in (PASS, FAIL, UNDECIDED)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.98])
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_errors_with_pairs_are_what_they_are_without(n, correlation) -> None:

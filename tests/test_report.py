@@ -361,6 +361,7 @@ def test_a_diagnosis_begins_with_what_the_terminal_showed(tmp_path):
     assert text.count("FP16 follows") == 3  # once in the words, then as the reason and in the file
 
 
+@pytest.mark.slow
 def test_many_modules_and_samples_are_cut_to_the_worst(tmp_path):
     values = np.arange(60.0).reshape(20, 3) % 7
     values[4] = np.nan
