@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mprun.config import Config
 from mprun.errors import MprunError
 from mprun.lab.reference import Reference, SavedState, lab_config, ready, reference, undisturbed
+from mprun.lab.replay import window_gradients
 from mprun.numerics.parity import energy_db
 from mprun.training.buffers import adopt_buffers
 from mprun.training.build import device_of, switches
@@ -31,7 +31,6 @@ from mprun.training.checkpoint import load_weights
 from mprun.training.env import restore_rng
 from mprun.training.footprint import predicting
 from mprun.training.state import TrainState
-from mprun.training.step import accumulate
 
 # A module whose gradient is below this part of the whole one's norm (a bias before a normalisation: 0 but for rounding) is not
 # ranked: its SQNR says nothing.
@@ -104,12 +103,7 @@ def _backward(state: TrainState, saved: SavedState, scale: float) -> Gradients:
     else:
         load_weights(state, content, path=KEPT)
     restore_rng(saved.rng)
-    state.optimizer.zero_grad(set_to_none=True)
-    state.scale = dataclasses.replace(state.scale, scale=torch.full_like(state.scale.scale, scale))
-    loss = float(accumulate(state, saved.window).loss)
-    inverse = 1.0 / scale if state.loss_scale.active else 1.0
-    grads = {name: p.grad.float() * inverse for name, p in state.weights if p.grad is not None}
-    state.optimizer.zero_grad(set_to_none=True)
+    loss, grads = window_gradients(state, saved, scale)
     return Gradients(loss, grads, scale)
 
 

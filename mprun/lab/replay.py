@@ -117,13 +117,7 @@ class Replay:
             self.place(state, saved)
         else:
             restore_rng(saved.rng)
-        state.optimizer.zero_grad(set_to_none=True)
-        state.scale = dataclasses.replace(state.scale, scale=torch.full_like(state.scale.scale, loss_scale))
-        loss = float(accumulate(state, saved.window).loss)
-        inverse = 1.0 / loss_scale if state.loss_scale.active else 1.0
-        grads = {name: p.grad.float() * inverse for name, p in state.weights if p.grad is not None}
-        state.optimizer.zero_grad(set_to_none=True)
-        return loss, grads
+        return window_gradients(state, saved, loss_scale)
 
     def curve(self, modules: Sequence[str], steps: int, *, loss_scale: float | None = None) -> Curve:
         """A run of ``steps`` applied steps of the candidate with ``modules`` in FP32, from the reference's initialisation.
@@ -147,3 +141,14 @@ class Replay:
     def _content(self, state: TrainState, saved: SavedState) -> dict[str, Any]:
         # ``pure`` takes over nothing from other modes in a resumed run, where its truth would be lost. Here nothing is resumed.
         return saved.checkpoint | {"mode": state.policy.mode, "policy": str(state.policy)}
+
+
+def window_gradients(state: TrainState, saved: SavedState, loss_scale: float) -> tuple[float, dict[str, Tensor]]:
+    """Loss and unscaled float32 gradients by parameter name of ``saved``'s window, from where ``state`` stands."""
+    state.optimizer.zero_grad(set_to_none=True)
+    state.scale = dataclasses.replace(state.scale, scale=torch.full_like(state.scale.scale, loss_scale))
+    loss = float(accumulate(state, saved.window).loss)
+    inverse = 1.0 / loss_scale if state.loss_scale.active else 1.0
+    grads = {name: p.grad.float() * inverse for name, p in state.weights if p.grad is not None}
+    state.optimizer.zero_grad(set_to_none=True)
+    return loss, grads
