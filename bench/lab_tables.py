@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 from common import about_text
+
+from mprun.numerics.formats import power
 
 
 def markdown_lab(
@@ -106,14 +107,6 @@ def probe_table(content: dict[str, Any]) -> str:
     )
     heads = ("model", "parameters", "plain step", "sampled step", "ratio", "of a run")
     return f"{head}\n\n{table(heads, rows, range(1, 6))}\n\n{about_text(content['about'])} (`bench/probe_cost.py`)."
-
-
-def power(scale: float | None) -> str:
-    """``2^16``; a scale between powers of two as a number."""
-    if not scale:
-        return "none"
-    mantissa, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> str:

@@ -10,7 +10,6 @@ The second starts from the recommended ``init`` with the usual growth: its skips
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import time
 from typing import Any
@@ -20,6 +19,7 @@ from common import about, about_text, save
 from mprun.compose import compose
 from mprun.lab.diagnose import Diagnosis, diagnose
 from mprun.lab.reference import short_run
+from mprun.numerics.formats import power
 
 COMMON = ["device=cpu", "tracking=disabled", "diagnose.steps=200"]
 PAIRS = {
@@ -78,7 +78,7 @@ def main() -> None:
         if "static" not in row:
             print(f"{name:<30}{row['reason']}")
             continue
-        low, high, static, settled, init = (_power(row[key]) for key in ("low", "high", "static", "settled", "init"))
+        low, high, static, settled, init = (power(row[key]) for key in ("low", "high", "static", "settled", "init"))
         print(
             f"{name:<30}{f'{low} to {high}':>14}{static:>8}{settled:>9}{row['ratio']:>8.3g}{init:>7}{row['skips']:>7}"
             f"{row['seconds']:>9.1f}",
@@ -88,10 +88,6 @@ def main() -> None:
     print(about_text(here))
     if asked.json:
         print(save("recommended_scale", {"about": here, "rows": rows}))
-
-
-def _power(scale: float) -> str:
-    return f"2^{math.log2(scale):.0f}"
 
 
 if __name__ == "__main__":

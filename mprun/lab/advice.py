@@ -271,11 +271,3 @@ def loss_parity(exact: Sequence[float], other: Sequence[float]) -> Parity:
     gap = math.fsum(differences) / tail
     deviation = math.sqrt(math.fsum((d - gap) ** 2 for d in differences) / max(tail - 1, 1))
     return Parity(gap, max(0.05 * learned, 0.01 * abs(level), 3 * deviation / math.sqrt(tail)))
-
-
-def power(scale: float) -> str:
-    """A scale as a person writes it: ``2^16``."""
-    if scale <= 0:
-        return "none"
-    mantissa, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"

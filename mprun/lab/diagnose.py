@@ -25,12 +25,12 @@ from torch import Tensor
 from mprun.config import Config
 from mprun.data.base import Batch
 from mprun.errors import PrecisionError
-from mprun.lab.advice import SCALES, SHORT, Modules, Parity, loss_parity, power
+from mprun.lab.advice import SCALES, SHORT, Modules, Parity, loss_parity
 from mprun.lab.borders import watched_step
 from mprun.lab.propose import Measured, Proposal, cure, policy, propose
 from mprun.lab.reference import Curve, SavedState, reference
 from mprun.lab.replay import Replay
-from mprun.numerics.formats import FORMATS
+from mprun.numerics.formats import FORMATS, power
 from mprun.precision.overrides import make_plan
 from mprun.training.postmortem import outliers
 from mprun.training.result import StepResult

@@ -9,11 +9,11 @@ from typing import Any
 
 from mprun.config import Config
 from mprun.config_check import to_plain
-from mprun.lab.advice import SHORT, ModuleLoss, power
+from mprun.lab.advice import SHORT, ModuleLoss
 from mprun.lab.diagnose import Diagnosis, Trial
 from mprun.lab.module_error import ModuleError, rounding_db
 from mprun.lab.propose import Proposal, policy, with_rules
-from mprun.numerics.formats import FORMATS
+from mprun.numerics.formats import FORMATS, power
 
 # Below what rounding leaves by more than this, the format's digits cost a module something.
 COSTS_DB = 25.0

@@ -32,7 +32,6 @@ from mprun.lab.advice import (
     interval,
     lost_norm_frac,
     module_loss,
-    power,
     scale_rows,
 )
 from mprun.lab.halves import Look, Overflow, peak, settled
@@ -40,7 +39,7 @@ from mprun.lab.local import local_errors
 from mprun.lab.module_error import ModuleError
 from mprun.lab.reference import Reference
 from mprun.lab.replay import Replay
-from mprun.numerics.formats import FORMATS
+from mprun.numerics.formats import FORMATS, power
 from mprun.numerics.stats import merged
 from mprun.training.observe import observe
 from mprun.training.record import is_memory

@@ -99,3 +99,11 @@ FORMATS: dict[str, Format] = {
         Format("float8_e5m2", 5, 2, 1),
     )
 }
+
+
+def power(scale: float) -> str:
+    """A loss scale as a power of two: ``2^16``; as a number where it is none."""
+    if scale <= 0:
+        return "none"
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mprun.numerics.formats import power
+
 WIDE = 120
 BAR = 24
 SHOWN = 12
@@ -137,8 +139,8 @@ def _trials(console: Console, result: Mapping[str, Any]) -> None:
     if recommended:
         head.append(NAMES[recommended["dtype"]], style="bold green")
         if scale := recommended.get("loss_scale"):
-            head.append(f", dynamic scale from {_power(scale['init'])} (static: {_power(scale['static'])}; ")
-            head.append(f"safe {_power(scale['low'])} to {_power(scale['high'])})")
+            head.append(f", dynamic scale from {power(scale['init'])} (static: {power(scale['static'])}; ")
+            head.append(f"safe {power(scale['low'])} to {power(scale['high'])})")
         if modules := recommended["fp32_modules"]:
             head.append(f"; in FP32: {', '.join(modules)}")
     elif result.get("status") == "interrupted":
@@ -154,15 +156,10 @@ def _trials(console: Console, result: Mapping[str, Any]) -> None:
         grid.add_row("data", Text(str(result["data"]), style="yellow"))
     for dtype, name in NAMES.items():
         for trial in (result.get(dtype) or {}).get("trials", ()):
-            scale = "" if trial["kind"] == "none" else f" {trial['kind']} {_power(trial['init'])}"
+            scale = "" if trial["kind"] == "none" else f" {trial['kind']} {power(trial['init'])}"
             line = Text(f"{name}{scale}: {trial['steps']} steps, {trial['skips']} skipped, ")
             if isinstance(trial["loss_gap"], float) and math.isfinite(trial["loss_gap"]):
                 line.append(f"loss {trial['loss_gap']:+.2g} against FP32 (allowed {trial['allowed_gap']:.2g})")
             line.append("  ok" if trial["ok"] else "  fails", style="green" if trial["ok"] else "red")
             grid.add_row("tried", line)
     console.print(grid)
-
-
-def _power(scale: float) -> str:
-    exponent = math.log2(scale) if scale > 0 else math.nan
-    return f"2^{exponent:.0f}" if exponent == round(exponent) else f"{scale:g}"
