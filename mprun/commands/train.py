@@ -162,7 +162,7 @@ def _check_resume(saved: Mapping[str, Any], plain: Mapping[str, Any], resume: Re
 
 def _observed(run: Any) -> list[dict[str, Any]]:
     """The precision table of the first batch, held against the plan."""
-    from mprun.training.blame import dtype_trouble
+    from mprun.training.blame import dtype_trouble, kernel_trouble
     from mprun.training.inputs import input_trouble
     from mprun.training.observe import check_plan, observe
 
@@ -172,7 +172,7 @@ def _observed(run: Any) -> list[dict[str, Any]]:
     try:
         modules = observe(run.state, first)
     except Exception as error:
-        if text := input_trouble(error, run.state, first):
+        if text := kernel_trouble(error) or input_trouble(error, run.state, first):
             raise ConfigError(text) from error
         if text := dtype_trouble(error, run.state):
             raise PrecisionError(text) from error
@@ -282,7 +282,7 @@ def _info(run: Any, *, resumed: bool) -> Any:
 def _looped(run: Any, result: dict[str, Any]) -> int:
     """The loop; how it ended goes into ``result``. Returns the exit status."""
     from mprun.data.workers import dead_worker
-    from mprun.training.blame import dtype_trouble
+    from mprun.training.blame import dtype_trouble, kernel_trouble
     from mprun.training.loop import fit
     from mprun.training.record import is_memory, memory_trouble
 
@@ -291,7 +291,7 @@ def _looped(run: Any, result: dict[str, Any]) -> int:
     except Exception as error:
         if is_memory(error):
             raise memory_trouble(error, run.config, run.state.device) from error
-        if text := dead_worker(error) or dtype_trouble(error, run.state):
+        if text := dead_worker(error) or kernel_trouble(error) or dtype_trouble(error, run.state):
             raise MprunError(text) from error
         raise
     result |= {"status": end.status, "stopped": end.reason}

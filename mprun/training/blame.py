@@ -1,7 +1,7 @@
 """Which sample or module is to blame, for an error message. Nothing here runs while training is healthy.
 
 :func:`nonfinite_samples` and :func:`input_overflow` look at a batch; :func:`dtype_trouble` reads off a traceback which module
-an error of torch about a dtype came from. Where non-finite numbers come from otherwise: :mod:`mprun.training.postmortem`.
+an error of torch about a dtype came from; :func:`kernel_trouble` knows torch's refusal of ``deterministic=true``. Where non-finite numbers come from otherwise: :mod:`mprun.training.postmortem`.
 """
 
 from __future__ import annotations
@@ -111,4 +111,15 @@ def dtype_trouble(error: Exception, state: TrainState) -> str | None:
     return (
         f"{subject} does not run at precision={state.policy.name}: {str(error).strip().splitlines()[0]}\n"
         + cure.format(path=path or "'**'", dtype=str(state.policy.compute_dtype).removeprefix("torch."))
+    )
+
+
+def kernel_trouble(error: Exception) -> str | None:
+    """What to tell instead of ``error``, if torch has no reproducible kernel for an operation; None for any other error."""
+    found = re.match(r"(\S+)[^.]* does not have a deterministic implementation", str(error))
+    if found is None or not isinstance(error, RuntimeError):
+        return None
+    return (
+        f"deterministic=true: torch has no reproducible kernel for {found[1]} on this device, and the model needs it; use "
+        "deterministic=false"
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from mprun.training.run import Plan, make_plan
 from mprun.training.schedule import build_schedule
 from mprun.training.state import TrainState, build_state
 
+# What torch asks for where products on a GPU are to be the same in every run.
+CUBLAS, REPRODUCIBLE = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+
 
 @contextmanager
 def switches(config: Config, device: torch.device) -> Iterator[str]:
@@ -36,6 +40,7 @@ def switches(config: Config, device: torch.device) -> Iterator[str]:
 
     Raises:
         PrecisionError: the device or this torch cannot do what the policy names.
+        ConfigError: ``deterministic`` on a GPU, and the environment asks cuBLAS for the contrary.
     """
     policy = PrecisionPolicy.from_config(config.precision)
     check_support(policy, device)
@@ -45,7 +50,7 @@ def switches(config: Config, device: torch.device) -> Iterator[str]:
     kernels = resolve(config.numerics.cpu_fp16.value, device_type=device.type, compute_dtype=half_dtype)
     with ExitStack() as stack:
         stack.enter_context(matmul_precision(policy))
-        stack.enter_context(_determinism(config.deterministic))
+        stack.enter_context(_determinism(config.deterministic, device))
         if dtypes & {torch.float16, torch.bfloat16}:
             stack.enter_context(_no_fused_attention_layer())
         if device.type == "cpu" and dtypes & {torch.float16, torch.bfloat16}:
@@ -69,17 +74,39 @@ def _no_fused_attention_layer() -> Iterator[None]:
 
 
 @contextmanager
-def _determinism(on: bool) -> Iterator[None]:
+def _determinism(on: bool, device: torch.device) -> Iterator[None]:
     cudnn: Any = torch.backends.cudnn
     before = torch.are_deterministic_algorithms_enabled(), cudnn.benchmark
-    _set_deterministic(on)
-    if on:
-        cudnn.benchmark = False
+    with _reproducible_cublas() if on and device.type == "cuda" else nullcontext():
+        _set_deterministic(on)
+        if on:
+            cudnn.benchmark = False
+        try:
+            yield
+        finally:
+            _set_deterministic(before[0])
+            cudnn.benchmark = before[1]
+
+
+@contextmanager
+def _reproducible_cublas() -> Iterator[None]:
+    """Give cuBLAS the workspace with which its results are reproducible. Without it torch refuses every product.
+
+    Raises:
+        ConfigError: the environment holds another setting.
+    """
+    given = os.environ.get(CUBLAS)
+    if given is not None and given not in REPRODUCIBLE:
+        raise ConfigError(
+            f"deterministic=true: with the environment variable {CUBLAS}={given!r} cuBLAS may give other numbers in every run; "
+            f"unset it, or set it to {' or '.join(REPRODUCIBLE)}"
+        )
+    os.environ.setdefault(CUBLAS, REPRODUCIBLE[0])
     try:
         yield
     finally:
-        _set_deterministic(before[0])
-        cudnn.benchmark = before[1]
+        if given is None:
+            os.environ.pop(CUBLAS, None)
 
 
 def _set_deterministic(on: bool) -> None:
