@@ -1,7 +1,8 @@
 """Which sample or module is to blame, for an error message. Nothing here runs while training is healthy.
 
 :func:`nonfinite_samples` and :func:`input_overflow` look at a batch; :func:`dtype_trouble` reads off a traceback which module
-an error of torch about a dtype came from; :func:`kernel_trouble` knows torch's refusal of ``deterministic=true``. Where non-finite numbers come from otherwise: :mod:`mprun.training.postmortem`.
+an error of torch about a dtype came from; :func:`kernel_trouble` knows torch's refusal under ``deterministic=true``. Where
+non-finite numbers come from otherwise: :mod:`mprun.training.postmortem`.
 """
 
 from __future__ import annotations
