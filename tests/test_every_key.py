@@ -6,7 +6,9 @@ A key that is added to ``mprun/config.py`` and not here fails a test.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import dataclass, fields, is_dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,19 @@ def see(folder: Path, keys: dict[str, Any]) -> Seen:
     return seen
 
 
+@pytest.fixture(scope="module")
+def before(tmp_path_factory) -> Callable[[dict[str, Any]], Seen]:
+    """The run without the key. Half of the keys start from the same one, which is made once."""
+    made: dict[str, Seen] = {}
+
+    def run(keys: dict[str, Any]) -> Seen:
+        if (name := repr(keys)) not in made:
+            made[name] = see(tmp_path_factory.mktemp("without"), keys)
+        return made[name]
+
+    return run
+
+
 def refusal(seen: Seen) -> str:
     """In which words a run was refused."""
     return seen.error
@@ -241,6 +256,11 @@ EFFECTS: dict[str, Effect] = {
 
 # Keys that act outside of a configuration's run: the words of a command line, and what must be found where it has run.
 QUICK = ["model=mlp", "model.kwargs.hidden=[4]", "precision=fp32", "train.steps=1", "device=cpu"]
+# One run for all that is found in W&B's file: none of these words brings another's mark into it.
+TRACKED = [
+    "tracking.mode=offline", "tracking.project=p-r-o", "tracking.entity=e-n-t", "tracking.group=g-r-o", "tracking.tags=[t-a-g]",
+    "tracking.log_checkpoint=last", "tracking.log_report=true",
+]  # fmt: skip
 OUTSIDE: dict[str, tuple[list[str], Callable[[int, str], bool]]] = {
     "command": (["command=compare"], lambda code, said: code == 2 and "the command is the first word" in said),
     "resume": (["resume=nowhere.pt"], lambda code, said: code == 2 and "nowhere.pt" in said),
@@ -288,12 +308,9 @@ OUTSIDE: dict[str, tuple[list[str], Callable[[int, str], bool]]] = {
         for key in ("steps", "every")
     },
     "tracking.mode": (["tracking.mode=disabled"], lambda code, _: code == 0 and wandb_record() == b""),
-    "tracking.project": (
-        ["tracking.mode=offline", "tracking.project=p-r-o"],
-        lambda code, _: b"p-r-o" in wandb_record(),
-    ),
-    "tracking.entity": (["tracking.mode=offline", "tracking.entity=e-n-t"], lambda code, _: b"e-n-t" in wandb_record()),
-    "tracking.group": (["tracking.mode=offline", "tracking.group=g-r-o"], lambda code, _: b"g-r-o" in wandb_record()),
+    "tracking.project": (TRACKED, lambda code, _: b"p-r-o" in wandb_record()),
+    "tracking.entity": (TRACKED, lambda code, _: b"e-n-t" in wandb_record()),
+    "tracking.group": (TRACKED, lambda code, _: b"g-r-o" in wandb_record()),
     **{
         f"sweep.{key}": (
             [f"sweep.{key}={value}"],
@@ -301,16 +318,10 @@ OUTSIDE: dict[str, tuple[list[str], Callable[[int, str], bool]]] = {
         )  # tests/test_sweeps.py
         for key, value in (("name", "x"), ("jobs", 2), ("on_error", "stop"), ("new", "true"))
     },
-    "tracking.tags": (["tracking.mode=offline", "tracking.tags=[t-a-g]"], lambda code, _: b"t-a-g" in wandb_record()),
-    "tracking.log_checkpoint": (
-        ["tracking.mode=offline", "tracking.log_checkpoint=last"],
-        lambda code, _: b"last-step-1.pt" in wandb_record(),
-    ),
+    "tracking.tags": (TRACKED, lambda code, _: b"t-a-g" in wandb_record()),
+    "tracking.log_checkpoint": (TRACKED, lambda code, _: b"last-step-1.pt" in wandb_record()),
     "tracking.report": (["tracking.report=true"], lambda code, _: (latest() / "report.html").is_file()),
-    "tracking.log_report": (
-        ["tracking.mode=offline", "tracking.log_report=true"],
-        lambda code, _: b"report.html" in wandb_record(),
-    ),
+    "tracking.log_report": (TRACKED, lambda code, _: b"report.html" in wandb_record()),
 }
 
 
@@ -327,20 +338,36 @@ def test_the_tables_hold_every_key_of_the_schema_and_no_other():
 @pytest.mark.parametrize(
     "key", [pytest.param(key, marks=[pytest.mark.slow] if key == "model.compile" else []) for key in EFFECTS]
 )
-def test_a_key_changes_what_a_run_does_or_is_refused(key, tmp_path):
+def test_a_key_changes_what_a_run_does_or_is_refused(key, tmp_path, before):
     both, value, look = EFFECTS[key]
-    without = see(tmp_path / "without", both)
+    without = before(both)
     given = see(tmp_path / "given", {**both, key: value})
     assert without.error == "" or key in ("precision.mode", "precision.on_nonfinite_loss"), without.error
     assert look(without) != look(given), given.error
 
 
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> Callable[[list[str]], tuple[Path, int, str]]:
+    """Where these words have run, their exit status and what was said; the same words run once."""
+    made: dict[tuple[str, ...], tuple[Path, int, str]] = {}
+
+    def run(words: list[str]) -> tuple[Path, int, str]:
+        if tuple(words) not in made:
+            folder = tmp_path_factory.mktemp("outside")
+            with pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as said:
+                patch.chdir(folder)
+                made[tuple(words)] = folder, main([*QUICK, *words]), said.getvalue()
+        return made[tuple(words)]
+
+    return run
+
+
 @pytest.mark.parametrize("key", OUTSIDE)
-def test_a_key_of_the_command_line_acts(key, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_key_of_the_command_line_acts(key, monkeypatch, ran):
     words, found = OUTSIDE[key]
-    code = main([*QUICK, *words])
-    assert found(code, capsys.readouterr().err)
+    folder, code, said = ran(words)
+    monkeypatch.chdir(folder)
+    assert found(code, said)
 
 
 def test_a_refusal_names_the_key(tmp_path):
