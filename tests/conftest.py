@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -33,6 +34,14 @@ BF16 = {"precision.name": "bf16", "precision.mode": "autocast", "precision.compu
 SGD = {"optimizer.name": "sgd", "optimizer.weight_decay": 0.0}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``-m gpu`` on a machine without a GPU skips, and says so."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
+
+
 @pytest.fixture(autouse=True)
 def no_file_was_read() -> None:
     """Names of recipe and precision files are a process's; another test's file of that name would give this one a longer name."""
@@ -40,12 +49,22 @@ def no_file_was_read() -> None:
     precision_files._read.clear()
 
 
+_configs: dict[str, Config] = {}
+_schema = OmegaConf.structured(Config)
+
+
 def make_config(**given: Any) -> Config:
-    """The schema's defaults with dotted keys set (``__`` is not needed: pass a dict with ``**``), checked."""
-    node = OmegaConf.structured(Config)
-    for key, value in given.items():
-        OmegaConf.update(node, key, value)
-    return to_config(node)
+    """The schema's defaults with dotted keys set (``__`` is not needed: pass a dict with ``**``), checked.
+
+    Checking takes longer than most small states take to train: the same keys are checked once, and each call gets a copy.
+    """
+    name = repr(given)
+    if name not in _configs:
+        node = copy.deepcopy(_schema)
+        for key, value in given.items():
+            OmegaConf.update(node, key, value)
+        _configs[name] = to_config(node)
+    return copy.deepcopy(_configs[name])
 
 
 def batch(inputs: Any, targets: Tensor, ids: list[int] | None = None) -> Batch:
