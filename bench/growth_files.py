@@ -12,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mprun.options
-import mprun.sweeps.plan
 from growth_fit import FLAT, Series, timed
 from growth_steps import resident_bytes, saved_bytes
+
+import mprun.options
+import mprun.sweeps.plan
 from mprun.cli import main as command
 from mprun.commands import plot, report, table
 from mprun.compose import compose, prepare, recorded
@@ -142,7 +143,8 @@ def records(first: int, count: int) -> Iterator[Record]:
                 "ema/top1": 0.5,
             }
         else:
-            more = {"kind": "train", "train/loss": loss, "train/top1": 1 / (1 + loss), "train/grad_norm": loss / 3, "train/lr": 1e-3,
+            more = {"kind": "train", "train/loss": loss, "train/top1": 1 / (1 + loss), "train/grad_norm": loss / 3,
+                    "train/lr": 1e-3,
                     "precision/loss_scale": 65536.0, "precision/skipped_steps": number // 97, "perf/examples_per_s": 12345.6,
                     "perf/step_ms": 3.21, "perf/data_wait_frac": 0.01, "perf/peak_memory_bytes": 5.0e8}  # fmt: skip
         yield place | more
@@ -270,8 +272,9 @@ def runs(folder: Path, *, small: bool = False) -> list[Series]:
         Series("find the sweep among others", sizes, lambda count: _others(folder, count)),
     ]
     found += [replace(one, panel="sweeps") for one in more]
-    worker = Study(folder, sizes[:-1] if small else sizes[:-1])
-    return found + [
+    worker = Study(folder, sizes[:-1])
+    return [
+        *found,
         Series("outputs/latest", sizes, of(lambda place: point_latest(place / "x" / "7")), panel="a single thing among many",
                most=FLAT),
         Series("tune: one look at the study", worker.sizes, worker.of("look"), panel="a single thing among many"),

@@ -3,7 +3,7 @@
 Two questions are asked of a curve of costs, because neither alone is enough::
 
     exponent       p of cost ~ size^p on the upper half of the range, least squares of the logarithms
-    over_linear    the cost at the largest size over what a + b * size says of it, fitted to the smaller ones (a, b >= 0)
+    over_linear    the cost at the largest size over what a + b * size says of it, fitted to the three before it (a, b >= 0)
 
 A large constant part hides growth from the first one, and not from the second; a cache that becomes too small shows in both.
 """
@@ -85,7 +85,8 @@ class Row:
     @property
     def text(self) -> str:
         """``25 to 1,601: 1.2 to 80 ms``."""
-        return f"{_count(self.size[0])} to {_count(self.size[-1])}: {_digits(self.cost[0])} to {_digits(self.cost[-1])} {self.unit}"
+        sizes = f"{_count(self.size[0])} to {_count(self.size[-1])}"
+        return f"{sizes}: {_digits(self.cost[0])} to {_digits(self.cost[-1])} {self.unit}"
 
     def plain(self) -> dict[str, Any]:
         """For JSON, with as many digits as mean something."""
@@ -137,14 +138,14 @@ def upper(size: Sequence[float]) -> int:
 
 
 def exponent(size: Sequence[float], cost: Sequence[float]) -> float:
-    """p of cost ~ size^p on the upper half of the range."""
+    """Exponent p of cost ~ size^p on the upper half of the range."""
     begin = upper(size)
     slope, _ = np.polyfit(np.log(size[begin:]), np.log(np.maximum(cost[begin:], 1e-12)), 1)
     return float(slope)
 
 
 def linear(size: Sequence[float], cost: Sequence[float]) -> tuple[float, float]:
-    """a and b, neither negative, of cost ~ a + b * size by least squares of relative errors."""
+    """Both a and b, neither negative, of cost ~ a + b * size by least squares of relative errors."""
     x, y = np.asarray(size, dtype=np.float64), np.maximum(np.asarray(cost, dtype=np.float64), 1e-12)
     columns = np.stack([1 / y, x / y], axis=1)
     (a, b), *_ = np.linalg.lstsq(columns, np.ones(len(x)), rcond=None)
@@ -156,8 +157,8 @@ def linear(size: Sequence[float], cost: Sequence[float]) -> tuple[float, float]:
 
 
 def over_linear(size: Sequence[float], cost: Sequence[float]) -> float:
-    """The cost at the largest size over what a straight line through the smaller ones says of it."""
-    a, b = linear(size[:-1], cost[:-1])
+    """The cost at the largest size over what a straight line through the three sizes before it says of it."""
+    a, b = linear(size[-4:-1], cost[-4:-1])
     return float(cost[-1] / max(a + b * size[-1], 1e-12))
 
 
@@ -231,7 +232,7 @@ def _panel(axis: Axes, rows: Sequence[Row], panel: str, unit: str, xlabel: str) 
 def _ticks(low: float, high: float) -> list[float]:
     """Some four ticks, each a round number, evenly on a logarithmic scale."""
     found = [
-        step * 10**power for power in range(0, 12) for step in (1, 2, 5) if low * 0.8 <= step * 10**power <= high * 1.25
+        step * 10**power for power in range(12) for step in (1, 2, 5) if low * 0.8 <= step * 10**power <= high * 1.25
     ]
     decades = [value for value in found if math.log10(value).is_integer()]
     found = decades if len(decades) >= 3 else found

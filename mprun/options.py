@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,17 @@ def options(group: str) -> dict[str, str]:
     return found
 
 
+def is_option(group: str, name: str) -> bool:
+    """Whether ``name`` is an option of ``group``, spelled as its file is. No other option is read."""
+    place = tree("recipes") if group == "recipe" else tree("conf") / group
+    for part in f"{name}.yaml".split("/"):
+        # Not is_file(): it would take "..", and another spelling where the file system ignores upper and lower case.
+        if not place.is_dir() or part not in os.listdir(place):
+            return False
+        place /= part
+    return place.is_file()
+
+
 def is_file(name: str) -> bool:
     """Whether ``recipe=name`` means a file of the user's own."""
     return name.endswith((".yaml", ".yml"))
@@ -78,7 +90,7 @@ def read_recipe(name: str) -> str:
     if name in ("none", "null", ""):
         return "none"
     path = Path(name).expanduser().resolve() if is_file(name) else tree("recipes") / f"{name}.yaml"
-    if not path.is_file() or (not is_file(name) and name not in options("recipe")):
+    if not (path.is_file() if is_file(name) else is_option("recipe", name)):
         where = path if is_file(name) else "see mprun list recipe"
         raise RecipeError(f"recipe={name} does not exist ({where}): {nearest(name, options('recipe'))}")
     try:

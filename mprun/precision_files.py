@@ -27,7 +27,7 @@ from yaml import YAMLError
 from mprun.config import Config, LossScaleConfig, PrecisionConfig
 from mprun.config_check import to_config
 from mprun.errors import ConfigError, MprunError, nearest
-from mprun.options import Recipe, is_file, options, refuse_bomb, refuse_lookups
+from mprun.options import Recipe, is_file, is_option, options, refuse_bomb, refuse_lookups
 from mprun.runs import slug
 
 GROUP = "precision"
@@ -103,7 +103,7 @@ def _give(node: DictConfig, found: Recipe) -> str:
 
     path = Path(found.name)
     option = slug(path.stem)
-    taken = option in options(GROUP)
+    taken = is_option(GROUP, option)
     if taken or (option in _read and _read[option].name != found.name):  # a file fp32.yaml is not the option fp32
         option += "-" + hashlib.sha256(found.name.encode()).hexdigest()[:6]
     _read[option] = found

@@ -109,13 +109,13 @@ def curves(runs: Sequence[RunRow], asked: Asked) -> None:
     """
     from mprun.report.curves import merge, trace_of
 
-    records = [_records(row) for row in runs]
-    traces = [
-        trace_of(logged, asked.metric, asked.progress, status=row.status)
-        for row, logged in zip(runs, records, strict=True)
-    ]
+    traces, logged = [], set[str]()
+    for row in runs:  # one after the other: the records of a thousand runs do not fit into the memory
+        records = _records(row)
+        traces.append(trace_of(records, asked.metric, asked.progress, status=row.status))
+        logged.update(key for record in records for key in record if "/" in key)
     if not any(traces):
-        names = sorted({key for logged in records for record in logged for key in record if "/" in key})
+        names = sorted(logged)
         if asked.metric in names:
             raise ConfigError(f"--x {asked.progress}: the runs do not say enough for it; use --x step")
         raise ConfigError(f"no run has logged {asked.metric}: {nearest(asked.metric, names)}")

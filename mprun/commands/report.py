@@ -14,7 +14,7 @@ Secrets in the configuration are masked. Plots need the extra: ``pip install 'mp
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def read_files(folder: Path, result: dict[str, Any] | None = None) -> RunFiles:
         result: what ``result.json`` will hold, for a run that is about to write it.
     """
     problems: list[str] = []
-    row = read_run(folder)
+    row, records = read_run(folder), _records(folder, problems)
     config = _read(folder / CONFIG, problems, yaml.load, Loader=LOADER)
     config = masked(config) if isinstance(config, dict) else {}
     found = result if result is not None else _json(folder / RESULT, problems)
@@ -122,8 +122,8 @@ def read_files(folder: Path, result: dict[str, Any] | None = None) -> RunFiles:
         config=flatten(config),
         config_text=text,
         result=masked(result),
-        records=_records(folder, problems),
-        probe=_samples(folder, problems),
+        records=records,
+        probe=_samples(folder, records, problems),
         modules=[item for item in modules if isinstance(item, dict)] if isinstance(modules, list) else [],
         env=masked(env) if isinstance(env, dict) else {},
         memory=memory if isinstance(memory, dict) else {},
@@ -155,10 +155,10 @@ def _records(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
         return []
 
 
-def _samples(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
+def _samples(folder: Path, records: Sequence[Mapping[str, Any]], problems: list[str]) -> list[dict[str, Any]]:
     """The samples of the probe that count."""
     try:
-        found = read_probe(folder, effective=True)
+        found = read_probe(folder, effective=True, records=records or None)
     except MprunError as error:
         problems.append(f"The probe's samples are left out: {error}.")
         return []

@@ -87,7 +87,9 @@ def lab_page(files: RunFiles) -> Page:
 
 def _runs(rows: Sequence[RunRow]) -> page_many.Runs:
     groups = grouped([row.config for row in rows], page_many.SEED)
-    return page_many.Runs(rows, [_records(row.folder) for row in rows], groups, labels_of(rows, groups))
+    # One after the other: the records of a thousand runs do not fit into the memory.
+    traces = [page_many.traces_of(row, _records(row.folder)) for row in rows]
+    return page_many.Runs(rows, traces, groups, labels_of(rows, groups))
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:

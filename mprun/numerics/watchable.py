@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mprun.errors import ConfigError, nearest
-from mprun.precision.overrides import matches
+from mprun.precision.overrides import hits
 
 
 def floats(value: Any, device: torch.device) -> list[Tensor]:
@@ -53,18 +53,18 @@ def select(model: nn.Module, rules: Sequence[str]) -> frozenset[str]:
     modules = dict(model.named_modules(remove_duplicate=False))
     if not rules:
         return frozenset(modules)
-    hits = {rule: {path for path, module in modules.items() if matches(rule, path, module)} for rule in rules}
-    for rule, found in hits.items():
+    covered: set[str] = set()
+    for rule in rules:
+        found = hits(rule, modules)
         if not found:
             raise ConfigError(
                 f"probe.modules: {rule!r} matches no module: {nearest(rule, [path for path in modules if path])}"
             )
-    starts = set().union(*hits.values())
-    return frozenset(
-        path
-        for path in modules
-        if any(path == start or start == "" or path.startswith(f"{start}.") for start in starts)
-    )
+        covered.update(found)
+    for path in modules:  # a module comes after the one around it
+        if path and path.rpartition(".")[0] in covered:
+            covered.add(path)
+    return frozenset(covered)
 
 
 def visible(model: nn.Module, selected: frozenset[str]) -> dict[str, nn.Module]:
@@ -72,7 +72,7 @@ def visible(model: nn.Module, selected: frozenset[str]) -> dict[str, nn.Module]:
     hidden: set[str] = set()
     found: dict[nn.Module, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        if _changes_when_watched(module) or any(path.startswith(f"{p}.") for p in hidden):
+        if _changes_when_watched(module) or (path and path.rpartition(".")[0] in hidden):
             hidden.add(path)
         elif path in selected:
             found.setdefault(module, path)

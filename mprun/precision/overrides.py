@@ -19,7 +19,8 @@ import difflib
 import fnmatch
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -88,6 +89,19 @@ def matches(rule: str, path: str, module: nn.Module) -> bool:
     return _glob(rule.split("."), path.split(".") if path else [])
 
 
+def hits(rule: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """The paths of ``modules`` that ``rule`` names itself.
+
+    A rule without a wildcard is looked up, so that a list of as many names as there are modules costs no more than that.
+
+    Raises:
+        OverrideError: a regular expression that does not compile.
+    """
+    if rule.startswith(("class:", "re:")) or any(char in rule for char in "*?["):
+        return [path for path, module in modules.items() if matches(rule, path, module)]
+    return [rule] if rule and rule in modules else []
+
+
 def _glob(pattern: Sequence[str], parts: Sequence[str]) -> bool:
     if not pattern:
         return not parts
@@ -107,15 +121,20 @@ def make_plan(model: nn.Module, rules: Sequence[str], *, mode: str) -> list[Plan
     Raises:
         OverrideError: a rule that matches nothing; the message lists the nearest paths and classes.
     """
-    paths = [(path, module) for path, module in model.named_modules(remove_duplicate=False)]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    paths = list(modules.items())
+    first_rule: dict[str, str] = {}
     for item in rules:
-        if not any(matches(item, path, module) for path, module in paths):
+        found = hits(item, modules)
+        if not found:
             raise OverrideError(_unmatched(item, paths))
+        for path in found:
+            first_rule.setdefault(path, item)
     won: dict[nn.Module, str] = {}
     inner_at: dict[nn.Module, list[bool]] = {}
     covered: dict[str, str] = {}
     for path, module in paths:
-        own = next((item for item in rules if matches(item, path, module)), None)
+        own = first_rule.get(path)
         around = next((covered[parent] for parent in _parents(path) if parent in covered), None)
         rule: str | None = own or around
         if rule is None and mode == "master":
@@ -147,15 +166,18 @@ def _spread_over_tied(paths: Sequence[tuple[str, nn.Module]], won: dict[nn.Modul
     for path, module in paths:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, []).append((path, module))
-    changed = True
-    while changed:  # A shares with B, B with C: until nothing more follows
-        changed = False
-        for sharing in owners.values():
-            source = next((path for path, module in sharing if module in won), None)
-            for _, module in sharing:
-                if source is not None and module not in won:
-                    won[module] = f"tied:{source}"
-                    changed = True
+    shared: dict[nn.Module, list[list[tuple[str, nn.Module]]]] = {}
+    todo = deque(sharing for sharing in owners.values() if len(sharing) > 1)
+    for sharing in todo:
+        for _, module in sharing:
+            shared.setdefault(module, []).append(sharing)
+    while todo:  # A shares with B, B with C: until nothing more follows
+        sharing = todo.popleft()
+        source = next((path for path, module in sharing if module in won), None)
+        for _, module in sharing:
+            if source is not None and module not in won:
+                won[module] = f"tied:{source}"
+                todo.extend(shared[module])
 
 
 def _unmatched(rule: str, paths: Sequence[tuple[str, nn.Module]]) -> str:

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from mprun.report.thin import COLUMNS, kept
 
 Array = NDArray[np.float64]
 
 PROGRESS = {"step": "applied steps", "epoch": "epochs", "time": "training time (s)"}
 BANDS = ("minmax", "std", "none")
 GRID_MAX = 2000  # points of a curve whose runs logged at different places
+GREY_COLUMNS = 9000  # of all grey curves together
 HIGHER_IS_BETTER = ("top1", "examples_per_s")
 
 
@@ -159,6 +162,34 @@ def merge(label: str, traces: Sequence[Trace], *, band: str = "minmax") -> Curve
         low, high = mean - deviation, mean + deviation
     return Curve(
         label, x, mean, low, high, len(traces), _deaths(traces), np.unique(np.concatenate([t.skips for t in traces]))
+    )
+
+
+def drawn(curves: Sequence[Curve], metric: str, coloured: int) -> list[Curve]:
+    """The curves with as many points as a picture shows, so that neither long runs nor many of them make a large file.
+
+    Args:
+        curves: to be drawn.
+        metric: the best of them are drawn in colour and in full.
+        coloured: how many that are; the others are grey, and share the points of a few.
+    """
+    best = set(best_first(curves, metric)[:coloured])
+    coarse = max(GREY_COLUMNS // max(len(curves) - coloured, 1), 20)
+    return [_thin(curve, COLUMNS if index in best else min(coarse, COLUMNS)) for index, curve in enumerate(curves)]
+
+
+def _thin(curve: Curve, columns: int) -> Curve:
+    """The curve at its lowest, highest and last points, and those of its band; a skipped step a column."""
+    keep = kept(curve.x, curve.mean, columns)
+    if not keep.all():
+        keep |= kept(curve.x, curve.low, columns) | kept(curve.x, curve.high, columns)
+        keep[np.flatnonzero(np.isfinite(curve.mean))[-1:]] = True
+    skips = curve.skips
+    if len(skips) > columns:
+        place = ((skips - skips[0]) / ((skips[-1] - skips[0]) or 1.0) * columns).astype(int)
+        skips = skips[np.unique(place, return_index=True)[1]]
+    return replace(
+        curve, x=curve.x[keep], mean=curve.mean[keep], low=curve.low[keep], high=curve.high[keep], skips=skips
     )
 
 

@@ -23,7 +23,7 @@ from matplotlib.path import Path as Outline
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-from mprun.report.curves import PROGRESS, Curve, alone, best_first, wants_log
+from mprun.report.curves import PROGRESS, Curve, alone, best_first, drawn, wants_log
 from mprun.report.palette import COLOURS, GREY, INK, LIGHT, LINE
 from mprun.report.parallel import NO_VALUE, Parallel
 from mprun.report.summary import bytes_text, number_text
@@ -41,6 +41,7 @@ def save(figure: Figure, path: Path) -> None:
 
 def draw_curves(curves: Sequence[Curve], metric: str, progress: str, *, subtitle: str, skips: bool = False) -> Figure:
     """Curves with their bands; × where a run failed, and with ``skips`` a tick below for each skipped step."""
+    curves = drawn(curves, metric, len(COLOURS))
     coloured = sorted(best_first(curves, metric)[: len(COLOURS)])
     rest = [index for index in range(len(curves)) if index not in coloured]
     columns = _legend_columns([curves[index].label for index in coloured])

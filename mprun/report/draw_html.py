@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mprun.report.curves import PROGRESS, Array, Curve, best_first, wants_log
+from mprun.report.curves import PROGRESS, Array, Curve, best_first, drawn, wants_log
 from mprun.report.palette import COLOURS, GREY, INK, LIGHT, LINE
 from mprun.report.parallel import NO_VALUE, Parallel, nice
 from mprun.report.summary import number_text
@@ -47,6 +47,7 @@ def curves_figure(
 
     About so many ``letters`` of a legend fit beside each other where the figure will be shown.
     """
+    curves = drawn(curves, metric, len(COLOURS))
     coloured = best_first(curves, metric)[: len(COLOURS)]
     order = [*(index for index in range(len(curves)) if index not in coloured), *sorted(coloured)]
     data: list[Trace] = []

@@ -39,10 +39,13 @@ ROWS_MOST = 1000
 
 @dataclass(frozen=True)
 class Runs:
-    """Several runs: their rows, their records, and in which groups and under which labels they are drawn together."""
+    """Several runs: their rows, their curves, and in which groups and under which labels they are drawn together.
+
+    ``traces`` has for each run its trace of each of :data:`METRICS` that it logged: a hundredth of its records.
+    """
 
     rows: Sequence[RunRow]
-    records: Sequence[Sequence[Mapping[str, Any]]]
+    traces: Sequence[Mapping[str, Trace]]
     groups: Sequence[Sequence[int]]
     labels: Sequence[str]
 
@@ -55,6 +58,12 @@ def sweep_page(title: str, folder: Path, runs: Runs) -> Page:
     head = f'<p class="about">{escape(folder)}</p>\n' + words(_said(runs, statuses))
     sections = [Section("Curves", curves(runs)), Section("Results", tables(runs))]
     return Page(title, (word, "bad" if bad else level_of(OK) if word == OK else "plain"), head, sections)
+
+
+def traces_of(row: RunRow, records: Sequence[Mapping[str, Any]]) -> dict[str, Trace]:
+    """What of a run's records is drawn."""
+    found = {metric: trace_of(records, metric, "step", status=row.status) for metric, _ in METRICS}
+    return {metric: trace for metric, trace in found.items() if trace is not None}
 
 
 def _said(runs: Runs, statuses: Counter[str]) -> list[tuple[str, str]]:
@@ -90,10 +99,7 @@ def curves(runs: Runs) -> list[str | Plot]:
     """Each metric against applied steps: a line a configuration, a band over its seeds."""
     parts: list[str | Plot] = []
     for metric, title in METRICS:
-        traces = [
-            trace_of(records, metric, "step", status=row.status)
-            for row, records in zip(runs.rows, runs.records, strict=True)
-        ]
+        traces = [found.get(metric) for found in runs.traces]
         if metric == "precision/loss_scale":  # where there is none, it is logged as 1
             traces = [
                 trace if row.config.get("precision.loss_scale.kind") == "dynamic" else None

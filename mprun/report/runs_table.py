@@ -158,11 +158,11 @@ def grouped(configs: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[lis
 
 def merged(groups: Sequence[Sequence[Row]], config_keys: Sequence[str], by: Sequence[str]) -> list[Row]:
     """Each group of rows as one: what they share, a :class:`Spread` for each number, a count for each status."""
-    known = dict.fromkeys(key for rows in groups for row in rows for key in row if key not in (*config_keys, *OWN))
+    aside = {*config_keys, *OWN}
+    known = dict.fromkeys(key for rows in groups for row in rows for key in row if key not in aside)
     numbers = [key for key in known if any(is_number(row.get(key)) for rows in groups for row in rows)]
-    return [
-        _merged(rows, [*config_keys, *(key for key in known if key not in numbers)], numbers, by) for rows in groups
-    ]
+    others = [*config_keys, *(key for key in known if key not in numbers)]
+    return [_merged(rows, others, numbers, by) for rows in groups]
 
 
 def _merged(rows: Sequence[Row], others: Sequence[str], numbers: Sequence[str], by: Sequence[str]) -> Row:

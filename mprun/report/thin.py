@@ -21,8 +21,14 @@ def thinned(x: Array, y: Array, columns: int = COLUMNS) -> tuple[Array, Array]:
     Returns:
         Points of the curve, in order: the first and the last, and of each column the lowest, the highest and a gap.
     """
+    keep = kept(x, y, columns)
+    return x[keep], y[keep]
+
+
+def kept(x: Array, y: Array, columns: int = COLUMNS) -> NDArray[np.bool_]:
+    """Which points of a curve :func:`thinned` keeps."""
     if len(x) <= 3 * columns:
-        return x, y
+        return np.ones(len(x), dtype=bool)
     width = (x[-1] - x[0]) or 1.0
     column = np.minimum(((x - x[0]) / width * columns).astype(int), columns - 1)
     finite = np.isfinite(y)
@@ -35,4 +41,4 @@ def thinned(x: Array, y: Array, columns: int = COLUMNS) -> tuple[Array, Array]:
             keep[there[np.argmin(y[there])]] = keep[there[np.argmax(y[there])]] = True
         if len(there) < len(part):
             keep[part[~finite[part]][0]] = True
-    return x[keep], y[keep]
+    return keep

@@ -51,8 +51,12 @@ def launch(config: Any, batches: Sequence[Sequence[str]], first: int) -> list[An
     sweep.jobs[first:] = jobs
     sweep.save()
     how = [word for words in batches[:1] for word in words if key_of(word) == "hydra.sweep.subdir"]
-    todo = (job for job in planned(sweep, how) if job.number > first)
-    pool = run_pool(sweep, todo, width=int(config.sweep.jobs), on_error_stop=config.sweep.on_error.name == "stop")
+    pool = run_pool(
+        sweep,
+        planned(sweep, how, first=first),
+        width=int(config.sweep.jobs),
+        on_error_stop=config.sweep.on_error.name == "stop",
+    )
     by_number = {outcome.job.number: outcome for outcome in pool.outcomes}
     if pool.signal:
         raise SystemExit(128 + pool.signal)

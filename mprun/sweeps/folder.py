@@ -15,7 +15,7 @@ import json
 import os
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ class Sweep:
             "id": self.id,
             "words": self.words,
             **self.about,
-            "jobs": [asdict(job) for job in self.jobs],
+            "jobs": [vars(job) for job in self.jobs],
         }
         try:
             (self.folder / CLAIMS).mkdir(parents=True, exist_ok=True)

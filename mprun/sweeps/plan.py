@@ -28,6 +28,8 @@ from mprun.training.env import config_hash
 # Words that say where or how a sweep runs, not what it consists of.
 HOW = ("sweep.new", "sweep.jobs", "sweep.on_error", "trust", "hydra/launcher", "hydra.sweep.dir")
 BY_HASH = "${mprun_hash:}"
+# ``sweep.json`` is written when more than one in so many of the jobs up to here are new.
+SAVE_PART = 8
 
 
 def key_of(word: str) -> str:
@@ -117,31 +119,47 @@ def new_folder(base: DictConfig, jobs: Sequence[Job]) -> Path:
     return Path(str(base.hydra.sweep.dir)).expanduser().resolve()
 
 
-def planned(sweep: Sweep, hydra_words: Sequence[str]) -> Iterator[Job]:
+def planned(sweep: Sweep, hydra_words: Sequence[str], *, first: int = 0) -> Iterator[Job]:
     """The jobs of ``sweep`` one by one, composed; ``sweep.jobs`` and ``sweep.json`` follow.
 
     Args:
         sweep: its jobs may be composed in part already.
         hydra_words: the words that say which folder a job gets, if any. A job whose folder is that of an earlier job with
             another configuration is refused.
+        first: so many jobs at the beginning were gone through before.
     """
     seen: dict[str, Job] = {}
-    for index in range(len(sweep.jobs)):
-        job = sweep.jobs[index]
-        if not job.hash:
-            job = plan(job, sweep.id, hydra_words)
+    for job in sweep.jobs[:first]:
         if job.hash:
-            _forget_refusal(sweep, job)
-            first = seen.setdefault(job.folder, job)
-            if first.hash != job.hash:
-                taken = f"hydra.sweep.subdir gives it the folder of job {first.number}, {job.folder}: leave it out"
-                job = _refused(job, f"ConfigError: {job.label}: {taken}")
-            else:
-                job = replace(job, same_as=first.number if first.number != job.number else None)
-        if job != sweep.jobs[index]:
-            sweep.jobs[index] = job
+            seen.setdefault(job.folder, job)
+    unsaved = 0
+    try:
+        for index in range(first, len(sweep.jobs)):
+            job = sweep.jobs[index]
+            if not job.hash:
+                job = plan(job, sweep.id, hydra_words)
+            if job.hash:
+                _forget_refusal(sweep, job)
+                earlier = seen.setdefault(job.folder, job)
+                if earlier.hash != job.hash:
+                    taken = (
+                        f"hydra.sweep.subdir gives it the folder of job {earlier.number}, {job.folder}: leave it out"
+                    )
+                    job = _refused(job, f"ConfigError: {job.label}: {taken}")
+                else:
+                    job = replace(job, same_as=earlier.number if earlier.number != job.number else None)
+            if job != sweep.jobs[index]:
+                sweep.jobs[index] = job
+                unsaved += 1
+            # The file holds all jobs: written after each of them it would cost the square of their number. What a kill
+            # loses is composed again.
+            if unsaved * SAVE_PART > index:
+                sweep.save()
+                unsaved = 0
+            yield job
+    finally:
+        if unsaved:
             sweep.save()
-        yield job
 
 
 def plan(job: Job, group: str, hydra_words: Sequence[str] = ()) -> Job:

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -48,8 +50,8 @@ class JsonlSink(Sink):
         self.segment = 1 + max((record.get("segment", 0) for record in earlier), default=-1)
         self._file = self._path.open("ab")
         if (probe := info.run_dir / PROBE_FILE).exists():
-            with suppress(MprunError, OSError):  # an appendix: whoever reads it is told what is wrong with it
-                _mend(probe)
+            with suppress(OSError):  # an appendix: whoever reads it is told what is wrong with it
+                _mend_end(probe)
         if not earlier and info.resumed_from_step is None:
             return
         step, attempt = info.resumed_from_step, info.resumed_from_attempt
@@ -158,12 +160,15 @@ def _quick(sample: Record) -> str:
         return json.dumps(json_ready(sample), allow_nan=False)
 
 
-def read_probe(run_dir: Path | str, *, effective: bool = False) -> list[Record]:
+def read_probe(
+    run_dir: Path | str, *, effective: bool = False, records: Sequence[Mapping[str, Any]] | None = None
+) -> list[Record]:
     """The probe's samples of a run: ``step attempt epoch segment format loss_scale`` and ``modules`` (path: tensor: statistics).
 
     Args:
         run_dir: the run folder.
         effective: leave out what a later segment superseded, as :func:`read_metrics` does.
+        records: the effective metrics, where the caller has read them already.
 
     Returns:
         In the order they were taken; none where the probe was off. A torn last line is left out.
@@ -177,11 +182,13 @@ def read_probe(run_dir: Path | str, *, effective: bool = False) -> list[Record]:
     samples, _ = _parse(path)
     if not effective:
         return samples
-    told = {_place(record) for record in read_metrics(run_dir, effective=True) if record.get("kind") == "probe"}
+    if records is None:
+        records = read_metrics(run_dir, effective=True)
+    told = {_place(record) for record in records if record.get("kind") == "probe"}
     return [sample for sample in samples if _place(sample) in told]
 
 
-def _place(record: Record) -> tuple[Any, Any]:
+def _place(record: Mapping[str, Any]) -> tuple[Any, Any]:
     return record.get("segment"), record.get("attempt")
 
 
@@ -232,6 +239,28 @@ def _mend(path: Path) -> list[Record]:
             if file.read(1) != b"\n":
                 file.write(b"\n")
     return records
+
+
+def _mend_end(path: Path) -> None:
+    """Let the file end with a whole line. Reads the end alone: a file of samples may be gigabytes long."""
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        last, begin = b"", size
+        while begin and b"\n" not in last.rstrip(b"\n"):
+            step = min(1 << 16, begin)
+            begin -= step
+            file.seek(begin)
+            last = file.read(step) + last
+        whole = last.rstrip(b"\n")
+        start = whole.rfind(b"\n") + 1
+        try:
+            json.loads(whole[start:] or b"{}")
+        except ValueError:
+            file.truncate(begin + start)
+            return
+        file.truncate(begin + len(whole))
+        file.seek(begin + len(whole))
+        file.write(b"\n" if whole else b"")
 
 
 def _effective(records: list[Record]) -> list[Record]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -78,8 +79,8 @@ class Parameters:
         Raises:
             ConfigError: one was added, exchanged or removed.
         """
-        now = list(_held(modules))
-        if len(now) == len(self.held) and all(a is b for a, b in zip(now, self.held, strict=True)):
+        now = _held(modules)
+        if len(now) == len(self.held) and all(map(is_, now, self.held)):
             return
         before, after = {name: p for name, p, _ in self.named}, dict(model.named_parameters())
         names = [name for name in {**before, **after} if before.get(name) is not after.get(name)]
@@ -104,9 +105,8 @@ class Parameters:
                 )
 
 
-def _held(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    for module in modules:
-        yield from (p for p in module._parameters.values() if p is not None)
+def _held(modules: Iterable[nn.Module]) -> list[Tensor]:
+    return [p for module in modules if module._parameters for p in module._parameters.values() if p is not None]
 
 
 def _check_values(kind: str, name: str, tensor: Tensor) -> None:
@@ -159,6 +159,8 @@ def _refuse_shared_memory(model: nn.Module) -> None:
         if tensor.numel() and (address := tensor.untyped_storage().data_ptr()):  # fake tensors lie nowhere
             by_storage.setdefault(address, []).append((name, tensor, trained))
     for sharing in by_storage.values():
+        if _all_apart([(tensor, trained) for _, tensor, trained in sharing]):
+            continue
         for i, (name, p, trained) in enumerate(sharing):
             other = next((other for other, t, _ in sharing[i + 1 :] if trained and _overlap(p, t)), None)
             if other is not None:
@@ -166,6 +168,25 @@ def _refuse_shared_memory(model: nn.Module) -> None:
                     f"parameter {name} and {other} are two tensors in the same memory (one is a view of the other): they would "
                     "be updated twice in FP32 and come apart in half; to tie them use one parameter under both names"
                 )
+
+
+def _all_apart(sharing: Sequence[tuple[Tensor, bool]]) -> bool:
+    """Whether no trained tensor has an element in common with another, all in one storage; parameters come first.
+
+    One look at each element, however many tensors are slices of one vector; pair by pair it would be the square of that.
+    """
+    if len(sharing) < 2:
+        return True
+    if len({tensor.dtype for tensor, _ in sharing}) > 1:
+        return False
+    taken = torch.zeros(max(_end(tensor) for tensor, _ in sharing), dtype=torch.bool)
+    for tensor, trained in sharing:
+        place = taken.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        if place.any():
+            return False
+        if trained:
+            place.fill_(True)
+    return True
 
 
 def _overlap(p: Tensor, other: Tensor) -> bool:
