@@ -10,11 +10,13 @@ Composition is Hydra's (groups, overrides, recipes); this module adds what users
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -22,13 +24,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mprun.compose_errors import NODE_SWITCH, check_words, translate
 from mprun.config import Config
-from mprun.config_check import OPEN, to_config, to_plain
+from mprun.config_check import OPEN, schema, to_config, to_plain
 from mprun.data import check_dataset
 from mprun.errors import ConfigError
 from mprun.models.catalog import check_model
 from mprun.options import GROUPS, options, read_recipe, recipe_of, tree
 from mprun.precision_files import precision_file_of, read_precision, restored
-from mprun.resume import Resume, find, idle_words
+from mprun.resume import Resume, find, idle_words, may_idle
 from mprun.runs import slug
 from mprun.training.optim_catalog import check_optimizer
 
@@ -62,14 +64,15 @@ class Composed:
         return Path(self.hydra.run.dir).resolve()
 
 
+@cache
 def register() -> None:
-    """Give Hydra the schema and the resolvers. Safe to call again."""
+    """Give Hydra the schema and the resolvers, once a process. Safe to call again."""
     from hydra.core.config_store import ConfigStore
 
     # Options like model=timm say `name: ???`, which OmegaConf takes only where the schema has no default either.
-    schema = Config()
-    schema.model.name = schema.dataset.name = MISSING
-    ConfigStore.instance().store(name="schema", node=schema)
+    node = copy.deepcopy(schema())
+    node.model.name = node.dataset.name = MISSING
+    ConfigStore.instance().store(name="schema", node=node)
     OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=True, replace=True)
     # A sweep without a name gets one before its folder is made (mprun/sweeps/plan.py).
     OmegaConf.register_new_resolver("slug", lambda text: slug("sweep" if text is None else str(text)), replace=True)
@@ -161,7 +164,7 @@ def compose_run(overrides: Sequence[str]) -> tuple[Composed, Resume | None]:
     if resume is not None:
         words = restored(resume.words, overrides, resume.run_dir) if resume.run_dir else resume.words
     composed = compose(words)
-    if resume is None and (idle := idle_words(overrides, to_plain(composed.config))):
+    if resume is None and may_idle(overrides) and (idle := idle_words(overrides, to_plain(composed.config))):
         raise ConfigError("\n".join(idle))
     if resume is not None:
         composed.config.resume = str(resume.checkpoint)

@@ -197,6 +197,11 @@ def idle_words(words: Sequence[str], now: Mapping[str, Any]) -> list[str]:
     return [reason for key in sorted(keys) if (reason := idle_reason(key, now)) and _at(now, key) is not None]
 
 
+def may_idle(words: Sequence[str]) -> bool:
+    """Whether any of ``words`` is about a key that :func:`idle_words` could name, before the configuration is at hand."""
+    return any(_key(word) in NEEDS for word in words)
+
+
 def refuse_fixed(changed: Mapping[str, tuple[Any, Any]], saved: Mapping[str, Any], checkpoint: Path) -> None:
     """Refuse changes under which the saved state would not be this run's state, or which could not come into force.
 

@@ -20,6 +20,7 @@ from mprun.compose import Composed, compose_run
 from mprun.config import Config
 from mprun.config_check import to_plain
 from mprun.errors import CheckpointError, ConfigError, MprunError, PrecisionError
+from mprun.imports import uncollected
 from mprun.options import recipe_of
 from mprun.precision_files import precision_file_of
 from mprun.resume import Resume, lines_of, wants_auto
@@ -73,7 +74,8 @@ def execute(
             stack.enter_context(locked(run_dir))
         else:
             refuse_used(run_dir, but_result=again)
-        from mprun.training.build import device_of, switches
+        with uncollected("torch"):
+            from mprun.training.build import device_of, switches
 
         device = device_of(config)
         kernels = stack.enter_context(switches(config, device))

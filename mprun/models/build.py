@@ -16,9 +16,9 @@ from torch import nn
 
 from mprun.config import ModelConfig, ModelSource, Task
 from mprun.errors import ConfigError, nearest
+from mprun.imports import no_wandb, uncollected
 from mprun.models.argument_types import check_types
 from mprun.models.catalog import LANGUAGE_MODELS, check_model, target_of
-from mprun.models.imports import no_wandb
 from mprun.models.trial import BAD_VALUE, fitting_model
 from mprun.signatures import import_target, legal_kwargs
 
@@ -87,7 +87,7 @@ def _mprun(config: ModelConfig, spec: InputSpec, trust: Collection[str]) -> Any:
 
 
 def _timm(config: ModelConfig, spec: InputSpec, trust: Collection[str]) -> Any:
-    with no_wandb():
+    with no_wandb(), uncollected("timm"):
         import timm
 
     fixed = timm.models.get_pretrained_cfg(config.name.partition(".")[0]).fixed_input_size
@@ -104,7 +104,8 @@ def _timm(config: ModelConfig, spec: InputSpec, trust: Collection[str]) -> Any:
 
 
 def _torchvision(config: ModelConfig, spec: InputSpec, trust: Collection[str]) -> Any:
-    from torchvision.models import get_model
+    with uncollected("torchvision"):
+        from torchvision.models import get_model
 
     if config.kwargs.get("aux_logits"):
         raise ConfigError(

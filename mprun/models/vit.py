@@ -18,7 +18,7 @@ from typing import cast
 from torch import nn
 
 from mprun.errors import ConfigError
-from mprun.models.imports import no_wandb
+from mprun.imports import no_wandb, uncollected
 
 
 def vit(
@@ -68,7 +68,7 @@ def vit(
     if global_pool == "token" and not class_token:
         raise ConfigError("model.kwargs.global_pool=token needs model.kwargs.class_token=true")
 
-    with no_wandb():
+    with no_wandb(), uncollected("timm"):
         from timm.models.vision_transformer import VisionTransformer  # two seconds: only where it is needed
 
     model = VisionTransformer(

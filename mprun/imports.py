@@ -1,0 +1,44 @@
+"""Importing torch and timm without what that costs on the side."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def no_wandb() -> Iterator[None]:
+    """Let an import inside take wandb for absent, if it has not been imported yet.
+
+    timm imports wandb, for a logger of its own, wherever it is installed: half a second, and hooks in the process, which a
+    run with ``tracking=disabled`` must not have.
+    """
+    absent = "wandb" not in sys.modules
+    if absent:
+        sys.modules["wandb"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if absent:
+            del sys.modules["wandb"]
+
+
+@contextmanager
+def uncollected(package: str) -> Iterator[None]:
+    """Import ``package`` inside with the garbage collector off; does nothing where it is imported already.
+
+    Such an import makes a million objects, nearly all of which live as long as the process. The collector looks at them
+    again and again and finds nothing, which is an eighth of the time; and it would go on doing so during training, so
+    they are left out of its later rounds.
+    """
+    if package in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
