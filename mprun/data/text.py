@@ -217,13 +217,17 @@ class TextData:
 
     def val_batches(self) -> Iterator[Batch]:
         """The validation part in windows that follow each other, in batches of the training batch size."""
-        for ids in torch.split(torch.arange(self.spec.val_examples), self.sampler.batch_size):
-            yield self._gather(self.val, ids * self.context)
+        filled = torch.cat((self.val, self.val[-1:].expand(self.context)))
+        missing = self.spec.val_examples * self.context + 1 - len(self.val)  # what the last window lacks
+        parts = torch.split(torch.arange(self.spec.val_examples), self.sampler.batch_size)
+        for number, ids in enumerate(parts, start=1):
+            batch = self._gather(filled, ids * self.context)
+            if missing and number == len(parts):
+                batch.targets[-1, -missing:] = IGNORE
+            yield batch
 
     def _gather(self, tokens: Tensor, offsets: Tensor) -> Batch:
         """Windows that begin at ``offsets``, (B,) int64 on the CPU, which become the ids. Does not wait for the device."""
-        within = torch.arange(self.context + 1, device=tokens.device)
-        places = offsets.to(tokens.device, non_blocking=True)[:, None] + within
-        found = tokens[places.clamp(max=len(tokens) - 1)].long()
-        targets = torch.where(places[:, 1:] < len(tokens), found[:, 1:], IGNORE)
-        return Batch(found[:, :-1], targets, offsets)
+        windows = tokens.unfold(0, self.context + 1, 1)  # one for every place that a window can begin at, a view
+        found = windows.index_select(0, offsets.to(tokens.device, non_blocking=True)).long()
+        return Batch(found[:, :-1], found[:, 1:].contiguous(), offsets)
