@@ -26,6 +26,9 @@ FACTOR, MARGIN = 1.5, 0.05
 STALL = 2.0
 MANY_SKIPS = 10
 
+_SCHEMA = OmegaConf.structured(Config)
+ANY = {"model.name": "tests.sick.models:Mlp", "dataset.name": "tests.sick.data:vectors"}
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -73,8 +76,16 @@ def config_of(words: Sequence[str]) -> Config:
     groups = {key: value for key, value in pairs if "." not in key and key in ("precision", "optimizer", "tracking")}
     groups["model"] = next((value for key, value in reversed(pairs) if key == "model"), "python")
     named = [f"{key}={value}" for key, value in groups.items()]
-    names = [f"{key}={value}" for key, value in pairs if key in ("model.name", "dataset.name", "trust", "dataset")]
-    node = OmegaConf.merge(OmegaConf.structured(Config), _composed((*named, *names)))
+    # Any name will do for the groups: the right one is merged with the other keys.
+    names = [
+        f"{key}={ANY.get(key, value) if value.startswith('tests.') else value}"
+        for key, value in pairs
+        if key in ("model.name", "dataset.name", "trust", "dataset")
+    ]
+    node = OmegaConf.merge(_SCHEMA, _composed((*named, *names)))
+    for key, value in dict(pairs).items():
+        if key in ANY:
+            node.name = node.name.replace(ANY[key], value)
     for key, value in pairs:
         if "." in key or key in ("device", "seed"):
             OmegaConf.update(node, key, _value(value), force_add=True)
