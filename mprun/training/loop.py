@@ -97,8 +97,8 @@ def windows(run: Run) -> Iterator[list[Batch]]:
             yield window
             window = []
             begin = time.perf_counter()
+    run.wait_s += time.perf_counter() - begin  # also of an epoch's end: worker processes take their time to leave
     if window:
-        run.wait_s += time.perf_counter() - begin
         yield window
 
 
