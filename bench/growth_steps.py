@@ -241,7 +241,7 @@ def sampled(state: TrainState, window: list[Batch], rules: Sequence[str]) -> dic
 
 
 def _undo(state: TrainState, window: list[Batch]) -> None:
-    state.undo_buffers(state.start_window(), torch.zeros((), dtype=torch.bool))
+    state.start_window().restore(list(state.model.modules()))
 
 
 def _build(rules: Callable[[int], list[str]], *, small: bool) -> Callable[[int], tuple[float, Callable[[], float]]]:

@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,8 @@ def is_option(group: str, name: str) -> bool:
     """Whether ``name`` is an option of ``group``, spelled as its file is. No other option is read."""
     place = tree("recipes") if group == "recipe" else tree("conf") / group
     for part in f"{name}.yaml".split("/"):
-        # Not is_file(): it would take "..", and another spelling where the file system ignores upper and lower case.
-        if not place.is_dir() or part not in os.listdir(place):
+        # Where the file system ignores upper and lower case, another spelling would be found as well.
+        if part in ("", ".", "..") or (sys.platform != "linux" and place.is_dir() and part not in os.listdir(place)):
             return False
         place /= part
     return place.is_file()
