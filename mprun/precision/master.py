@@ -47,15 +47,19 @@ class Masters:
     @torch.no_grad()
     def collect(self) -> None:
         """Add the half gradients to the masters' float32 gradients, and drop them."""
+        sums, addends = [], []
         for parameter, master in self.pairs:
             grad = parameter.grad
             if grad is None:
                 continue
-            if master.grad is None:
+            if (sum_ := master.grad) is None:
                 master.grad = grad.float()
             else:
-                master.grad += grad
+                sums.append(sum_)
+                addends.append(grad)
             parameter.grad = None
+        if sums:
+            torch._foreach_add_(sums, addends)  # in float32, whatever the addends are
 
     @torch.no_grad()
     def write_back(self) -> None:

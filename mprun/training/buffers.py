@@ -27,6 +27,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 # Shape, dtype and device of a buffer; None for one that is registered as None.
 Form = tuple[torch.Size, torch.dtype, torch.device] | None
+# Modules with their dotted paths, as :func:`walk` finds them.
+Modules = list[tuple[str, nn.Module]]
 Copies = Callable[[nn.Module, str], bool]
 
 
@@ -76,13 +78,15 @@ class Snapshot:
         copies: Copies = lambda module, name: True,
     ) -> Snapshot:
         """The buffers of ``modules``, and the parameters ``written`` (module, name); values where ``copies`` says so."""
-        modules = list(modules)
-        return cls(
-            {m: {name: _keep(t, copies(m, name)) for name, t in m._buffers.items()} for m in modules if m._buffers},
-            {m: set(m._non_persistent_buffers_set) for m in modules if m._non_persistent_buffers_set},
-            {(m, name): _keep(m._parameters[name], copies(m, name)) for m, name in written},
-            {m: copy.deepcopy(m.get_extra_state()) for m in modules if has_extra_state(m)},
-        )
+        snapshot = cls({}, {}, {(m, name): _keep(m._parameters[name], copies(m, name)) for m, name in written}, {})
+        for m in modules:
+            if buffers := m._buffers:
+                snapshot.buffers[m] = {name: _keep(t, copies(m, name)) for name, t in buffers.items()}
+                if m._non_persistent_buffers_set:
+                    snapshot.transient[m] = set(m._non_persistent_buffers_set)
+            if has_extra_state(m):
+                snapshot.extra[m] = copy.deepcopy(m.get_extra_state())
+        return snapshot
 
     def changed(self, *, by_value: bool = False) -> set[tuple[nn.Module, str]]:
         """Buffers and watched parameters whose tensor was written to since, in place.
@@ -112,7 +116,9 @@ class Snapshot:
         The host reads the flag only where a buffer has another form now, or a module has extra state.
         """
         for module in modules:
-            before, now = self.buffers.get(module, {}), module._buffers
+            if not (now := module._buffers) and module not in self.buffers:
+                continue
+            before = self.buffers.get(module, {})
             if now.keys() == before.keys() and all(_same_form(now[name], kept) for name, kept in before.items()):
                 for name, kept in before.items():
                     new = now[name]
@@ -136,6 +142,34 @@ class Snapshot:
         for module, kept_by_name in self.buffers.items():
             yield from (((module, name), kept) for name, kept in kept_by_name.items())
         yield from self.written.items()
+
+
+def walk(model: nn.Module) -> Modules:
+    """``list(model.named_modules())`` in half the time: every step asks twice."""
+    found: Modules = []
+    seen: set[nn.Module] = set()
+    waiting: Modules = [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        found.append((path, module))
+        inner = module._modules
+        if inner:
+            start = path + "." if path else ""
+            waiting += [(start + name, child) for name, child in reversed(inner.items()) if child is not None]
+    return found
+
+
+def named_buffers(modules: Modules) -> list[tuple[str, Tensor]]:
+    """``model.named_buffers()`` of a model whose modules, with their paths, are known (:func:`walk`)."""
+    found: dict[Tensor, str] = {}
+    for path, module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer not in found:
+                found[buffer] = f"{path}.{name}" if path else name
+    return [(name, buffer) for buffer, name in found.items()]
 
 
 def writable(tensor: Tensor) -> bool:

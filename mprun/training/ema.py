@@ -9,11 +9,59 @@ A complex number is a pair of real ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Shadows beside what they follow, so that a step need not sort hundreds of tensors.
+
+    Attributes:
+        named: the truth of every parameter and buffer by name.
+        held: their shadows, in the same order.
+        shadows: those of the parameters and buffers that are float32 and lie in memory as their shadows do ...
+        truths: ... and these.
+        others: shadow and truth of all others.
+    """
+
+    named: list[tuple[str, Tensor]]
+    held: list[Tensor]
+    shadows: list[Tensor]
+    truths: list[Tensor]
+    others: list[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, named: list[tuple[str, Tensor]], shadow: Mapping[str, Tensor]) -> Pairs:
+        """The pairs of ``named``; every name has a shadow."""
+        pairs = cls(named, [shadow[name] for name, _ in named], [], [], [])
+        for held, (_, tensor) in zip(pairs.held, named, strict=True):
+            if tensor.dtype is torch.float32 and tensor.numel() and tensor.stride() == held.stride():
+                pairs.shadows.append(held)
+                pairs.truths.append(tensor)
+            else:
+                pairs.others.append((held, tensor))
+        return pairs
+
+    def fits(self, named: list[tuple[str, Tensor]], shadow: Mapping[str, Tensor]) -> bool:
+        """Whether these are the pairs of ``named`` still: the same tensors of the same form, the same shadows."""
+        if len(named) != len(self.named) or len(shadow) != len(self.held):
+            return False
+        for new, old, held in zip(named, self.named, self.held, strict=True):
+            if shadow.get(new[0]) is not held or new[1] is not old[1]:
+                return False
+            # A parameter keeps its form; a buffer may be resized, or given other data.
+            if type(new[1]) is not nn.Parameter and not _same_form(held, new[1]):
+                return False
+        return True
+
+
+def _same_form(shadow: Tensor, tensor: Tensor) -> bool:
+    return shadow.dtype is _shadow_dtype(tensor) and shadow.shape == tensor.shape and shadow.stride() == tensor.stride()
 
 
 class Ema:
@@ -25,45 +73,57 @@ class Ema:
         self.decay, self.warmup = decay, warmup
         self.shadow = {name: _fp32(tensor).detach().clone() for name, tensor in named}
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
+        self._last: Pairs | None = None
 
     @torch.no_grad()
     def update(self, named: Iterable[tuple[str, Tensor]], applied: Tensor) -> None:
-        """Move the shadow towards ``named`` if ``applied`` (0-D bool on the device; not read by the host) is true."""
+        """Move the shadow towards ``named`` if ``applied`` is true.
+
+        Args:
+            named: the truth of every parameter and buffer by name.
+            applied: 0-D bool on the device; not read by the host.
+        """
+        pairs = self._pairs(list(named))
         n = self.updates.double()
         decay = torch.full_like(n, self.decay)
         if self.warmup:
             decay = torch.minimum(decay, (1 + n) / (10 + n))
-        weight = (1 - decay).float()
-        held = (~applied).float()
-        pairs = [(_real(s), _real(t)) for s, t in self._pairs(named)]
-        for shadow, tensor in pairs:
-            if not shadow.is_floating_point():
+        shadows, targets = list(pairs.shadows), list(pairs.truths)
+        for shadow, tensor in pairs.others:
+            if not shadow.is_floating_point() and not shadow.is_complex():
                 torch.where(applied, tensor, shadow, out=shadow)
-        floats = [(s, _laid_out_as(s, _fp32(t))) for s, t in pairs if s.is_floating_point() and s.numel()]
-        if floats:
-            shadows, truths = (list(column) for column in zip(*floats, strict=True))
+            elif shadow.numel():
+                shadows.append(_real(shadow))
+                targets.append(_laid_out_as(shadows[-1], _fp32(_real(tensor))))
+        if shadows:
             # s - w (s - p) is a step of SGD on s with learning rate w, weight decay 1 and gradient -p. The fused kernel
             # takes both w and the flag as tensors, and where the flag is set it leaves every bit alone.
             torch._fused_sgd_(
-                shadows, truths, [], weight_decay=1.0, momentum=0.0, lr=weight, dampening=0.0, nesterov=False,
-                maximize=True, is_first_step=False, grad_scale=None, found_inf=held,
+                shadows, targets, [], weight_decay=1.0, momentum=0.0, lr=(1 - decay).float(), dampening=0.0, nesterov=False,
+                maximize=True, is_first_step=False, grad_scale=None, found_inf=(~applied).float(),
             )  # fmt: skip
         self.updates += applied
 
-    def _pairs(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Shadow and truth of each tensor; a buffer that is new, or has another shape or dtype now, is taken over as it is.
+    def _pairs(self, named: list[tuple[str, Tensor]]) -> Pairs:
+        """What belongs together. Sorted anew only where a tensor or its form is not the one of the last time."""
+        last = self._last
+        if last is None or not last.fits(named, self.shadow):
+            self._take_over(dict(named))
+            last = self._last = Pairs.of(named, self.shadow)
+        return last
+
+    def _take_over(self, truths: Mapping[str, Tensor]) -> None:
+        """Take over, as it is, a buffer that is new or has another shape or dtype now; forget one that is gone.
 
         It has that form because a window was applied: otherwise the old one would have come back before.
         """
-        truths = dict(named)
         for name, tensor in truths.items():
-            fresh = _fp32(tensor)
             old = self.shadow.get(name)
-            if old is None or (old.shape, old.dtype) != (fresh.shape, fresh.dtype):
-                self.shadow[name] = fresh.detach().clone()
-        for name in self.shadow.keys() - truths.keys():
-            del self.shadow[name]
-        return [(self.shadow[name], tensor) for name, tensor in truths.items()]
+            if old is None or old.shape != tensor.shape or old.dtype is not _shadow_dtype(tensor):
+                self.shadow[name] = _fp32(tensor).detach().clone()
+        if len(self.shadow) != len(truths):
+            for name in self.shadow.keys() - truths.keys():
+                del self.shadow[name]
 
     @contextmanager
     def swapped_in(self, model: nn.Module) -> Iterator[None]:
@@ -91,7 +151,15 @@ class Ema:
         self.updates.copy_(saved["updates"])  # type: ignore[arg-type]
 
 
+def _shadow_dtype(tensor: Tensor) -> torch.dtype:
+    if tensor.is_floating_point():
+        return torch.float32
+    return torch.complex64 if tensor.is_complex() else tensor.dtype
+
+
 def _fp32(tensor: Tensor) -> Tensor:
+    if tensor.dtype is torch.float32:
+        return tensor
     if tensor.is_complex():
         return tensor.resolve_conj().to(torch.complex64)
     return tensor.float() if tensor.is_floating_point() else tensor

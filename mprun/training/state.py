@@ -24,7 +24,7 @@ from mprun.precision.overrides import PlanEntry, make_plan
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.scaling import LossScale, ScaleState
 from mprun.training.arrival import Parameters, check_arrival
-from mprun.training.buffers import Form, Snapshot, forms, writable
+from mprun.training.buffers import Form, Modules, Snapshot, forms, named_buffers, walk, writable
 from mprun.training.ema import Ema
 from mprun.training.optim import build_optimizer, is_fused
 from mprun.training.rates import Rates
@@ -109,10 +109,15 @@ class TrainState:
         """Whether the optimizer obeys the finite flag on the device."""
         return is_fused(self.optimizer)
 
-    def named_truth(self) -> Iterator[tuple[str, Tensor]]:
-        """Names with the FP32 truth of every parameter, then every buffer: what the EMA is fed from."""
+    def named_truth(self, modules: Modules | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Names with the FP32 truth of every parameter, then every buffer: what the EMA is fed from.
+
+        Args:
+            modules: those of the model with their paths, where the caller has them.
+        """
         yield from self.weights
-        yield from ((name, buffer) for name, buffer in self.model.named_buffers() if writable(buffer))
+        found = named_buffers(walk(self.model) if modules is None else modules)
+        yield from ((name, buffer) for name, buffer in found if writable(buffer))
 
     def run_forward(self, inputs: Any, policy: PrecisionPolicy | None = None) -> Tensor:
         """The model's output for ``inputs``, under ``policy`` (the training policy if None), in one autocast region.
@@ -158,17 +163,22 @@ class TrainState:
 
     def start_window(self) -> Snapshot:
         """What the forward passes of a window can move, so that one which is not applied can be undone (:meth:`undo_buffers`)."""
-        return Snapshot.take(self.model.modules(), written=self.written)
+        return Snapshot.take([module for _, module in walk(self.model)], written=self.written)
 
-    def undo_buffers(self, saved: Snapshot, applied: Tensor) -> None:
+    def undo_buffers(self, saved: Snapshot, applied: Tensor, modules: Modules) -> None:
         """Put ``saved`` back unless ``applied`` (0-D bool on the device; not read by the host while buffers keep their form).
+
+        Args:
+            saved: from :meth:`start_window`.
+            applied: whether the window was.
+            modules: those of the model as they are now, with their paths.
 
         Raises:
             ConfigError: the forward pass added or exchanged a parameter.
         """
-        modules = list(self.model.modules())
-        self.parameters.refuse_changed(self.model, modules)
-        saved.keep_if(applied, modules)
+        inner = [module for _, module in modules]
+        self.parameters.refuse_changed(self.model, inner)
+        saved.keep_if(applied, inner)
 
     def late_buffers(self) -> list[str]:
         """Names of buffers that were filled, registered, resized or removed since the start."""

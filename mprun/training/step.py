@@ -15,6 +15,7 @@ kernel, which needs one answer a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -29,6 +30,7 @@ from mprun.data.base import IGNORE, Batch
 from mprun.errors import ConfigError
 from mprun.numerics.probe import Probe
 from mprun.precision.policy import PrecisionPolicy, map_tensors
+from mprun.training.buffers import walk
 from mprun.training.result import StepResult, Verdict
 from mprun.training.state import TrainState
 from mprun.training.targets import check_output
@@ -57,15 +59,17 @@ def train_step(state: TrainState, window: Sequence[Batch], *, probe: Probe | Non
     if probe is not None:
         probe.updates(state, verdict.applied)
     state.weights.write_back()
-    state.undo_buffers(buffers, verdict.applied)
+    modules = walk(state.model)
+    state.undo_buffers(buffers, verdict.applied, modules)
     state.applied = state.applied + verdict.applied
     if state.ema is not None:
-        state.ema.update(state.named_truth(), verdict.applied)
+        state.ema.update(state.named_truth(modules), verdict.applied)
     used = state.scale
     state.scale = state.loss_scale.adjust(
         used, overflow=verdict.overflow, applied=verdict.applied, failed=verdict.failed
     )
-    state.optimizer.zero_grad(set_to_none=True)
+    for p in state.params:
+        p.grad = None
     skips = state.scale.consecutive_skips
     numbers = (
         sums.loss,
@@ -126,8 +130,8 @@ def accumulate(state: TrainState, window: Sequence[Batch]) -> WindowSums:
         loss = torch.where(lost, loss, loss + part.detach())
         correct, done = correct + hits, done + 1
         if done < len(window):
-            grads = [_wide(p.grad) for p in state.params if p.grad is not None and p.grad.layout == torch.strided]
-            lost = lost | ~torch.nn.utils.get_total_norm(grads).isfinite()
+            grads = [p.grad for p in state.params if p.grad is not None and p.grad.layout == torch.strided]
+            lost = lost | ~total_norm(grads).isfinite()
             if state.device.type == "cpu" and (lost | ~loss.isfinite()).tolist():
                 break
     return WindowSums(loss, valid, correct, lost, bad_input, inf_inputs, done)
@@ -136,7 +140,14 @@ def accumulate(state: TrainState, window: Sequence[Batch]) -> WindowSums:
 def nonfinite(value: Any, *, start: Tensor) -> Tensor:
     """``start`` or whether a floating-point tensor in ``value`` holds NaN or inf: 0-D bool on the device."""
     found = [start]
-    map_tensors(value, lambda t: found.append(~t.isfinite().all()) if t.is_floating_point() else None)
+
+    def look(t: Tensor) -> None:
+        if t.is_floating_point() and t.numel():
+            found.append(
+                ~torch.linalg.vector_norm(t, math.inf).isfinite()
+            )  # the largest magnitude; NaN if there is one
+
+    map_tensors(value, look)
     return reduce(torch.logical_or, found)
 
 
@@ -155,7 +166,8 @@ def forward_loss(state: TrainState, batch: Batch, valid: Tensor) -> tuple[Tensor
         output, batch.targets, state.task, label_smoothing=state.label_smoothing, num_classes=state.num_classes
     )
     # A window without valid targets has loss 0 and gradients 0, not 0/0.
-    return total / valid.clamp(min=1) * state.loss_weight, correct
+    mean = total / valid.clamp(min=1)
+    return mean if state.loss_weight == 1 else mean * state.loss_weight, correct
 
 
 def summed_loss(
@@ -198,9 +210,16 @@ def gradient_norm(state: TrainState, grads: Sequence[Tensor]) -> tuple[Tensor, T
     """
     if state.loss_scale.active and not state.fused:
         torch._foreach_mul_(list(grads), state.loss_scale.inverse(state.scale))
-    norm = torch.nn.utils.get_total_norm([_wide(grad) for grad in grads])
+    norm = total_norm(grads)
     bad = ~norm.isfinite()
     return norm * state.loss_scale.inverse(state.scale) if state.loss_scale.active and state.fused else norm, bad
+
+
+def total_norm(grads: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all elements of ``grads``, float32, 0-D: ``torch.nn.utils.get_total_norm`` for one device and dtype."""
+    wide = [grad if grad.dtype is torch.float32 else _wide(grad) for grad in grads]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(wide)))
+    return norm
 
 
 def judge(state: TrainState, sums: WindowSums, bad_grad: Tensor) -> Verdict:
@@ -245,13 +264,13 @@ def optimizer_step(state: TrainState, grads: Sequence[Tensor], *, norm: Tensor, 
 
 
 def _gradients(state: TrainState) -> list[Tensor]:
-    grads = [p.grad for p in state.params if p.grad is not None]
-    for p, (name, _) in zip(state.params, (item for item in state.weights if item[1].requires_grad), strict=True):
-        if p.grad is not None and p.grad.layout != torch.strided:
-            raise ConfigError(
-                f"the gradient of {name} is sparse, which neither the loss scale nor the finite test covers: "
-                "build the module with sparse=False"
-            )
+    grads = [grad for p in state.params if (grad := p.grad) is not None]
+    if any(grad.layout is not torch.strided for grad in grads):
+        name = next(n for n, p in state.weights if p.grad is not None and p.grad.layout is not torch.strided)
+        raise ConfigError(
+            f"the gradient of {name} is sparse, which neither the loss scale nor the finite test covers: "
+            "build the module with sparse=False"
+        )
     if not grads:
         raise ConfigError(
             f"none of the {len(state.params)} trainable parameters received a gradient: "
