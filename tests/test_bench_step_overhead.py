@@ -1,0 +1,125 @@
+"""The bench of the whole step: mprun and the loop by hand do the same work, and the file says what was measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCH = Path(__file__).resolve().parent.parent / "bench"
+SCRIPTS = ("common", "step_loops", "peer_loops", "step_overhead")
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """``bench("name")`` imports a script of ``bench/`` afresh."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    for name in SCRIPTS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield import_module
+    for name in SCRIPTS:
+        sys.modules.pop(name, None)
+
+
+def moved(loops, case):
+    mprun = loops.Mprun(case)
+    plain = loops.Plain(case, kernels="mprun")
+    for loop in (mprun, plain):
+        loop.run(3)
+    mprun.check_counters()
+    return mprun, plain
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16_dynamic", "fp16_master_dynamic"])
+def test_mprun_and_the_loop_by_hand_do_the_same(bench, precision, accumulate):
+    loops = bench("step_loops")
+    case = loops.make_case("tiny", precision, accumulate, torch.device("cpu"))
+    kernels = loops.Kernels(case)
+    kernels.use("mprun")
+    try:
+        mprun, plain = moved(loops, case)
+    finally:
+        kernels.use("torch")
+    apart = loops.distance(mprun, plain)
+    assert apart == 0.0 if precision in ("fp32", "bf16") else apart < 1e-4
+    for name, start in case.start.items():
+        assert not torch.equal(mprun.weights()[name], start), f"{name} did not move"
+        assert not torch.equal(plain.average()[name], start), f"the EMA of {name} did not move"
+
+
+def test_bf16_on_torch_s_own_kernels_comes_close(bench):
+    """The operation list differs there, so this is looser: the same recipe, computed by other kernels."""
+    loops = bench("step_loops")
+    case = loops.make_case("tiny", "bf16", 1, torch.device("cpu"))
+    kernels, found = loops.Kernels(case), []
+    for name, make in (("mprun", loops.Mprun), ("torch", loops.Plain)):
+        kernels.use(name)
+        found.append(make(case))
+        found[-1].run(3)
+    kernels.use("torch")
+    assert 0.0 < loops.distance(*found) < 0.15
+
+
+def test_work_that_differs_is_noticed(bench):
+    loops, overhead = bench("step_loops"), bench("step_overhead")
+    case = loops.make_case("tiny", "fp32", 1, torch.device("cpu"))
+    mprun, plain = loops.Mprun(case), loops.Plain(case)
+    plain.optimizer.param_groups[0]["weight_decay"] = 0.04
+    with pytest.raises(SystemExit, match="tiny fp32: mprun and the plain loop"):
+        overhead.check(mprun, plain)
+
+
+def test_the_rate_by_hand_is_the_schedule_s(bench):
+    from mprun.config import ScheduleConfig
+    from mprun.training.schedule import build_schedule
+
+    loops = bench("step_loops")
+    schedule = build_schedule(ScheduleConfig(name="cosine", warmup_steps=loops.WARM_UP), loops.NEVER)
+    for done in (0, 1, 9, 10, 11, 500, loops.NEVER - 1):
+        assert loops.multiplier(done) == schedule(done)
+
+
+def test_a_quick_measurement_writes_its_rows(bench, tmp_path, capsys):
+    overhead = bench("step_overhead")
+    file = tmp_path / "found.json"
+    words = [
+        "--quick",
+        "--models",
+        "tiny",
+        "--precisions",
+        "fp32",
+        "fp16_dynamic",
+        "--accumulate",
+        "1",
+        "--rounds",
+        "1",
+    ]
+    assert overhead.main([*words, "--device", "cpu", "--json", str(file)]) == 0
+    written = json.loads(file.read_text(encoding="utf-8"))
+    assert {"about", "rows", "table"} <= written.keys()
+    rows = {row["precision"]: row for row in written["rows"]}
+    assert list(rows) == ["fp32", "fp16_dynamic"]
+    for row in rows.values():
+        assert (row["model"], row["accumulate"], row["parameters"], row["peers"]) == ("tiny", 1, 136_010, {})
+        assert row["step_ms"] > 0
+        assert row["plain_ms"] > 0
+        assert row["ratio_to_plain"] == pytest.approx(row["step_ms"] / row["plain_ms"])  # one round has one ratio
+    assert rows["fp32"]["plain_kernels"] == "torch"
+    assert rows["fp16_dynamic"]["plain_kernels"] == "mprun"
+    (judged,) = written["table"]
+    assert judged["ratio"] == max(row["ratio_to_plain"] for row in rows.values())
+    assert judged["met"] == (judged["ratio"] <= judged["target"] == 1.03)
+    assert "target 1.03" in capsys.readouterr().out
+
+
+def test_quick_covers_all_models_and_precisions_once_and_tiny_with_accumulation(bench):
+    overhead = bench("step_overhead")
+    found = overhead.cases(overhead.parse(["--quick"]))
+    assert len(found) == len(set(found)) == 16
+    assert {k for _, _, k in found} == {1, 4}
+    assert {model for model, _, k in found if k == 4} == {"tiny"}
