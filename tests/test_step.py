@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mprun.errors import ConfigError
+from mprun.numerics.faults import Fault, inject
 from mprun.training.result import APPLIED, EMPTY, NONFINITE_LOSS, OVERFLOW
-from mprun.training.step import eval_step, gradient_norm, train_step
+from mprun.training.step import accumulate, eval_step, gradient_norm, train_step
 from tests.conftest import BF16, FP16, REGRESSION, SGD, batch, toy, toy_batch
 
 MASTER_ = {"precision.name": "m", "precision.mode": "master", "precision.param_dtype": "float16", "precision.compute_dtype": "float16",
@@ -320,6 +322,22 @@ def test_the_first_bad_micro_batch_decides_whether_or_not_the_rest_is_computed(m
         row = train_step(state, window).read()
         assert row.outcome == outcome
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("keys", [{}, BF16, FP16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("watch", [False, True])
+def test_who_was_first_bad_is_found_out_also_where_gradients_are_looked_at_only_when_in_doubt(make_state, keys, watch):
+    """A gradient of inf in micro-batch 0, then a loss or an input of NaN or inf: what came first decides."""
+    found = []
+    for value in (float("nan"), float("inf")):
+        model = nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1))
+        state = make_state(model, **keys, **TOY)
+        with inject(model, Fault("2", attempt=1, micro_batch=0, where="backward", value=math.inf)):
+            window = [toy_batch(0.1), toy_batch(0.1, x=value), toy_batch(0.1)]
+            sums = accumulate(state, window, watch=watch)
+            found.append(bool(sums.lost) and not bool(sums.bad_input) and math.isfinite(sums.loss.item()))
+            assert sums.micro_batches == (1 if watch or keys is FP16 else 2)
+    assert found == [True, True]
 
 
 _ZEROS = torch.zeros

@@ -127,7 +127,7 @@ def run_again(
 
 def _run(state: TrainState, window: Sequence[Batch], traced: bool) -> Replay:
     with trace(state.model, _named(window)) if traced else nullcontext(None) as seen:
-        sums = accumulate(state, window)
+        sums = accumulate(state, window, watch=True)
         grads = [p.grad for p in state.params if p.grad is not None and p.grad.layout == torch.strided]
         norm = gradient_norm(state, grads)[0] if grads else sums.loss.new_zeros(())
         if seen is not None:

@@ -110,31 +110,44 @@ class WindowSums:
     micro_batches: int
 
 
-def accumulate(state: TrainState, window: Sequence[Batch]) -> WindowSums:
+def accumulate(state: TrainState, window: Sequence[Batch], *, watch: bool = False) -> WindowSums:
     """Forward and backward of every micro-batch; gradients add up on the FP32 truth.
 
-    On the CPU, where asking costs nothing, the rest of a lost window is not computed.
+    On the CPU, where asking costs nothing, the rest of a lost window is not computed. Looking at all gradients after every
+    micro-batch does cost something there. Under a loss scale, where overflows are part of the work, it is done; otherwise a
+    non-finite gradient ends the run, and it is enough to ask who was first when a loss or an input is non-finite. ``watch``
+    looks in any case.
     """
+    cpu = state.device.type == "cpu"
+    watched = watch or state.loss_scale.active or not cpu
     zero = torch.zeros_like(state.applied)
     valid = sum((valid_targets(batch.targets, state.task) for batch in window), start=zero)
     loss = torch.zeros((), device=state.device)
     correct, inf_inputs, lost, bad_input, done = zero, zero, zero > 0, zero > 0, 0
     for batch in window:
         made_inf = sum((bad.any() for bad in state.policy.overflowing(batch.inputs)), start=zero)
-        bad_input = torch.where(lost, bad_input, bad_input | nonfinite(batch.inputs, start=made_inf > 0))
+        bad = nonfinite(batch.inputs, start=made_inf > 0)
         inf_inputs = inf_inputs + made_inf
         part, hits = forward_loss(state, batch, valid)
+        if done and not watched and (bad | ~part.detach().isfinite()).tolist():
+            lost = _lost(state)
+        bad_input = torch.where(lost, bad_input, bad_input | bad)
         if part.requires_grad:
             state.loss_scale.scaled(part, state.scale).backward()  # type: ignore[no-untyped-call]
         state.weights.collect()
         loss = torch.where(lost, loss, loss + part.detach())
         correct, done = correct + hits, done + 1
         if done < len(window):
-            grads = [p.grad for p in state.params if p.grad is not None and p.grad.layout == torch.strided]
-            lost = lost | ~total_norm(grads).isfinite()
-            if state.device.type == "cpu" and (lost | ~loss.isfinite()).tolist():
+            lost = lost | _lost(state) if watched else lost
+            if cpu and (lost | ~loss.isfinite()).tolist():
                 break
     return WindowSums(loss, valid, correct, lost, bad_input, inf_inputs, done)
+
+
+def _lost(state: TrainState) -> Tensor:
+    """Whether a gradient that was added up so far is non-finite: 0-D bool."""
+    grads = [grad for p in state.params if (grad := p.grad) is not None and grad.layout is torch.strided]
+    return ~total_norm(grads).isfinite()
 
 
 def nonfinite(value: Any, *, start: Tensor) -> Tensor:
