@@ -34,8 +34,16 @@ BF16 = {"precision.name": "bf16", "precision.mode": "autocast", "precision.compu
 SGD = {"optimizer.name": "sgd", "optimizer.weight_decay": 0.0}
 
 
+# Set-ups and single tests of ten seconds and more. Workers begin with them: at the end of the list a worker would wait for
+# another's, and modules there are split between workers, which then make their fixtures twice.
+FIRST = {
+    f"test_{name}.py" for name in ("wandb_records", "tune", "verify", "wheel", "resume_rules", "sweeps", "tracking")
+}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``-m gpu`` on a machine without a GPU skips, and says so."""
+    """Long modules come first. ``-m gpu`` on a machine without a GPU skips, and says so."""
+    items.sort(key=lambda item: item.path.name not in FIRST)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not torch.cuda.is_available():
         for item in marked:

@@ -257,14 +257,36 @@ def test_a_new_name_is_told_and_in_force_in_the_old_folder(folder, capsys):
 # --- words that cannot come into force ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def done(folder, capsys):
-    """A run of two steps with a recipe file; returns its folder and what is in it."""
+def run_with_a_recipe() -> Path:
+    """A run of two steps with a recipe file, here; returns its folder."""
     Path("mine.yaml").write_text("# mine\ntrain:\n  steps: 2\n")
     Path("other.yaml").write_text("# other\ntrain:\n  clip_norm: 1\n")
     assert main([*ROWS, "precision=fp32", "recipe=./mine.yaml"]) == 0
-    capsys.readouterr()
     return latest()
+
+
+@pytest.fixture
+def done(folder, capsys):
+    """A run of the test's own."""
+    run = run_with_a_recipe()
+    capsys.readouterr()
+    return run
+
+
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("kept"))
+        return run_with_a_recipe()
+
+
+@pytest.fixture
+def kept(made_once, monkeypatch):
+    """A run that several tests share, because each of them makes sure that nothing in it has changed."""
+    monkeypatch.chdir(made_once.parents[2])
+    before = contents(made_once)
+    yield made_once
+    assert contents(made_once) == before
 
 
 def contents(folder: Path) -> dict[Path, Any]:
@@ -280,11 +302,9 @@ def contents(folder: Path) -> dict[Path, Any]:
     ("precision.loss_scale.init=8", "needs precision.loss_scale.kind static or dynamic"),
 ])  # fmt: skip
 @pytest.mark.parametrize("command", [[], ["validate"], ["show"]], ids=["train", "validate", "show"])
-def test_words_without_effect_are_refused_and_the_folder_stays(done, capsys, command, word, said):
-    before = contents(done)
+def test_words_without_effect_are_refused_and_the_folder_stays(kept, capsys, command, word, said):
     assert main([*command, *GO_ON, "train.steps=4", word]) == 2
     assert said in capsys.readouterr().err
-    assert contents(done) == before
 
 
 def test_what_names_the_run_as_it_is_is_no_change(done):
@@ -471,7 +491,7 @@ def test_show_and_validate_compose_what_a_resume_would_run(done, capsys):
 @pytest.mark.parametrize(
     "words", [["seed=9"], ["model.kwargs.width=8"], ["train.ema.decay=0.9"], ["precision=bf16_pure"]]
 )
-def test_validate_refuses_what_a_resume_would(done, capsys, words):
+def test_validate_refuses_what_a_resume_would(kept, capsys, words):
     assert main(["validate", *GO_ON, *words]) == 2
     told = capsys.readouterr().err
     assert main([*GO_ON, *words]) == 2
@@ -479,7 +499,7 @@ def test_validate_refuses_what_a_resume_would(done, capsys, words):
     assert words[0].partition("=")[0] in told
 
 
-def test_validate_needs_no_torch_with_resume_and_with_all(done):
+def test_validate_needs_no_torch_with_resume_and_with_all(kept):
     code = (
         "import sys, os; from mprun.cli import main; status = main(sys.argv[1:]); user, system, *_ = os.times();"
         "print([status, sorted(m for m in ('torch', 'timm', 'wandb', 'torchvision') if m in sys.modules), user + system])"

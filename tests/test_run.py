@@ -205,8 +205,7 @@ RESUME_CASES = {
 
 @pytest.mark.parametrize("keys", RESUME_CASES.values(), ids=RESUME_CASES)
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stop", [3, 10])
-def test_resumed_equals_unbroken_bit_for_bit(folder, keys, workers, stop):
+def test_resumed_equals_unbroken_bit_for_bit(folder, keys, workers):
     """Stop in the middle of an epoch and at its end; 10 batches an epoch; dropout, BatchNorm and python/numpy/torch noise."""
     words = [
         *USERS,
@@ -223,16 +222,17 @@ def test_resumed_equals_unbroken_bit_for_bit(folder, keys, workers, stop):
     assert sorted(steps) == list(range(1, 18))
 
     # The same run, cut at a step border: its folder, with the checkpoint of that step as the last one.
-    cut = Path("cut")
-    subprocess.run(["cp", "-r", str(whole), str(cut)], check=True)
-    for path in (cut / "checkpoints").iterdir():
-        if path.name != f"step_{stop}.pt":
-            path.unlink()
-    (cut / "result.json").unlink()
-    assert main([f"resume={cut}", "trust=[userpkg]"]) == 0
-    assert same(unbroken, state_of(cut.resolve())) == []
-    records = read_metrics(cut / "metrics.jsonl", effective=True)
-    assert [record["step"] for record in records if record["kind"] == "train"] == list(range(1, 18))
+    for stop in (3, 10):
+        cut = Path(f"cut_{stop}")
+        subprocess.run(["cp", "-r", str(whole), str(cut)], check=True)
+        for path in (cut / "checkpoints").iterdir():
+            if path.name != f"step_{stop}.pt":
+                path.unlink()
+        (cut / "result.json").unlink()
+        assert main([f"resume={cut}", "trust=[userpkg]"]) == 0
+        assert same(unbroken, state_of(cut.resolve())) == [], stop
+        records = read_metrics(cut / "metrics.jsonl", effective=True)
+        assert [record["step"] for record in records if record["kind"] == "train"] == list(range(1, 18))
 
 
 def test_order_differs_between_epochs_and_workers_see_the_same(folder):
@@ -479,7 +479,11 @@ def test_absent_early_stop_metric_warns_and_stops_without_best(folder, monkeypat
     assert result()["best"] is None
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    # Both numbers in this process: tests/test_faults.py.
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
 def test_signal_finishes_the_step_saves_and_exits(folder, number, code):
     words = [*QUICK, "train.epochs=100000", "precision=fp32"]
     process = subprocess.Popen(
@@ -627,14 +631,15 @@ def test_pure_and_unscaled_announce_themselves(folder, capsys):
         assert "negative control" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("model", ["vit", "timm"])
-def test_disabled_tracking_imports_no_wandb(folder, model):
+def test_disabled_tracking_imports_no_wandb(folder):
     """Also not by way of timm, which imports it wherever it is installed."""
-    name = ["model.name=test_resnet"] if model == "timm" else []
-    words = [*QUICK, f"model={model}", *name, "train.steps=1", "dataset.limit=128"]
-    code = "import sys; from mprun.cli import main; status = main(sys.argv[1:]); sys.exit(status or ('wandb' in sys.modules) * 9)"
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    words = [*QUICK, "train.steps=1", "dataset.limit=128"]
+    lines = [[*words, "model=vit"], [*words, "model=timm", "model.name=test_resnet"]]
+    code = (
+        f"import sys; from mprun.cli import main; print([(main(words), 'wandb' in sys.modules) for words in {lines!r}])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[(0, False), (0, False)]", done.stderr
 
 
 def test_a_scale_of_another_kind_is_not_taken_over(folder):
