@@ -106,6 +106,18 @@ def test_flip_is_an_involution_and_each_image_is_whole(seed: int, count: int) ->
         assert torch.equal(after, before) or torch.equal(after, before.flip(-1))
 
 
+@pytest.mark.parametrize("part", [shift, crop, flip])
+def test_images_may_lie_in_memory_in_any_order(part: Any) -> None:
+    images = torch.randint(256, (9, 3, 7, 5), generator=generator(), dtype=torch.uint8)
+    wanted = part(images, generator(1), 0)
+    for other in (
+        images.to(memory_format=torch.channels_last),
+        images.mT.contiguous().mT,
+        images.repeat(2, 1, 1, 1)[9:],
+    ):
+        assert torch.equal(part(other, generator(1), 0), wanted)
+
+
 def test_flip_takes_half_of_the_images() -> None:
     images = torch.arange(4.0).repeat(4000, 1, 1, 1)
     moved = (flip(images, generator(), 0.0) != images).any(dim=(1, 2, 3))

@@ -116,7 +116,8 @@ class PythonData:
             return
         loader: DataLoader[Any] = DataLoader(
             samples,
-            batch_sampler=[[(stream, epoch, index) for index in ids.tolist()] for ids in batches],
+            # One batch after the other: all addresses of a million samples at once would take a quarter of a second.
+            batch_sampler=([(stream, epoch, index) for index in ids.tolist()] for ids in batches),
             num_workers=self.workers,
             collate_fn=Collate(samples.where),
             pin_memory=self.device.type == "cuda",
