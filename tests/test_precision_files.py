@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
 from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -148,8 +149,9 @@ def test_a_run_goes_on_without_its_file(tmp_path: Path, monkeypatch: pytest.Monk
     path = write(tmp_path / "mine.yaml")
     words = [*TINY, "precision=./mine.yaml", "precision.loss_scale.patience=7", "train.steps=2"]
     assert main([*words, "hydra.run.dir=one"]) == 0
-    # What goes on is another process, which has never seen the file.
+    # As if what goes on were another process, which has never seen the file.
     precision_files._read.clear()
+    del ConfigStore.instance().repo["precision"]["mine.yaml"]
     before = json.loads((tmp_path / "one" / "env.json").read_text())["precision_file"]
     was = OmegaConf.load(tmp_path / "one" / "config.yaml").precision
     path.unlink()
