@@ -525,6 +525,7 @@ def test_a_bug_keeps_its_traceback_and_the_folder_says_failed(folder):
     assert "ZeroDivisionError" in got["error"]
 
 
+@pytest.mark.slow  # on every change: a sweep of the same two precisions in tests/test_resume_rules.py
 def test_sweep_runs_every_job(folder):
     words = [*QUICK, "-m", "train.epochs=1", "precision=fp32,bf16", "hydra.sweep.dir=sweep"]
     done = subprocess.run([sys.executable, "-m", "mprun", *words], capture_output=True, text=True)
