@@ -43,7 +43,8 @@ from typing import Any
 
 import torch
 from common import about, about_text, progress, ratio_of_pairs, save
-from step_loops import MODELS, PRECISIONS, Case, Kernels, Loop, Mprun, Plain, distance, make_case
+from step_cases import MODELS, PRECISIONS, Case, Kernels, Loop, distance, make_case
+from step_loops import Mprun, Plain
 
 from mprun.training.env import atomic_write_json
 
@@ -53,6 +54,8 @@ CHECKED = 3
 # a scale not at all. With one, unscaling and clipping round in another order: one bit of a weight, which the cast to half
 # makes a different gradient, of which AdamW makes a full step where it is small. (On a GPU, kernels add up in any order.)
 TOLERANCE = (1e-3, 0.1)
+# Peers run on other kernels and lists, have another first step of the EMA, and so on: this finds a step that is not made.
+PEER_TOLERANCE = 0.3
 # In a full measurement a round is a block of steps by everyone. Seconds that the blocks of one contestant take at least.
 BLOCK_S, QUICK_BLOCK_S = 0.4, 0.12
 ROUNDS, QUICK_ROUNDS, NATIVE_ROUNDS = 11, 7, 3
@@ -132,9 +135,12 @@ def measure_case(
         kernels.use("mprun")
         mprun, plain = Mprun(case), Plain(case, kernels="mprun" if case.half_kernels() else "torch")
         first, last = check(mprun, plain)
-        loops: list[Loop] = [mprun, plain, *peers(case, args, kernels)]
+        others = peers(case, mprun, kernels, args)
+        loops: list[Loop] = [mprun, plain, *(peer for peer, _ in others.values())]
         times = take_turns(loops, kernels, args, until)
         row = summary(case, loops, times) | {"difference_after_1": first, f"difference_after_{CHECKED}": last}
+        for name, (_, apart) in others.items():
+            row["peers"][name][f"difference_after_{CHECKED}"] = apart
         if case.half_kernels() and not args.quick:
             row |= on_torch_kernels(case, mprun, kernels)
         mprun.check_counters()
@@ -152,8 +158,8 @@ def check(mprun: Mprun, plain: Plain) -> tuple[float, float]:
     """
     found = []
     for count in (1, CHECKED - 1):
-        mprun.run(count)
-        plain.run(count)
+        mprun.advance(count)
+        plain.advance(count)
         found.append(distance(mprun, plain))
     case = mprun.case
     exact = case.device.type == "cpu" and not case.scaled
@@ -165,9 +171,28 @@ def check(mprun: Mprun, plain: Plain) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def peers(case: Case, args: argparse.Namespace, kernels: Kernels) -> list[Loop]:
-    """The peers that can be had."""
-    return []
+def peers(case: Case, mprun: Mprun, kernels: Kernels, args: argparse.Namespace) -> dict[str, tuple[Loop, float]]:
+    """The peers that can be had, after as many steps as mprun has made, and how far apart from it they are.
+
+    Raises:
+        SystemExit: one of them went another way.
+    """
+    if args.quick or args.no_peers or case.config.precision.mode.value == "master":
+        return {}
+    from peer_loops import PEERS, importable
+
+    found: dict[str, tuple[Loop, float]] = {}
+    for name in args.peers or importable():
+        peer = PEERS[name][1](case)
+        kernels.use(peer.kernels)
+        peer.advance(CHECKED)
+        apart = distance(mprun, peer)
+        if not apart <= PEER_TOLERANCE:
+            raise SystemExit(
+                f"step_overhead: {case.model} {case.precision}: {name} is {apart:.2g} of its way apart from mprun"
+            )
+        found[name] = peer, apart
+    return found
 
 
 def take_turns(loops: Sequence[Loop], kernels: Kernels, args: argparse.Namespace, until: float) -> dict[str, Times]:
@@ -194,11 +219,10 @@ def take_turns(loops: Sequence[Loop], kernels: Kernels, args: argparse.Namespace
 def turn(loop: Loop, kernels: Kernels, steps: int) -> Times:
     """One block of steps, under the contestant's kernels."""
     if kernels.use(loop.kernels):
-        loop.run(1)
+        loop.advance(1)
     gc.collect()
-    before = time.process_time()
-    seconds = loop.run(steps)
-    return Times([seconds / steps], [(time.process_time() - before) / steps])
+    wall, cpu = loop.run(steps)
+    return Times([wall / steps], [cpu / steps])
 
 
 def summary(case: Case, loops: Sequence[Loop], times: dict[str, Times]) -> dict[str, Any]:
@@ -221,6 +245,7 @@ def summary(case: Case, loops: Sequence[Loop], times: dict[str, Times]) -> dict[
                 "ratio_mprun_to_peer": ratio_of_pairs(mprun.wall, times[loop.name].wall),
                 "cpu_ratio_mprun_to_peer": ratio_of_pairs(mprun.cpu, times[loop.name].cpu),
                 "note": loop.note,
+                "comparable": loop.comparable,
             }
             for loop in loops[2:]
         },
@@ -241,7 +266,7 @@ def line(row: dict[str, Any]) -> str:
     text = f"{name} {row['step_ms']:8.2f} ms, plain {row['plain_ms']:8.2f} ms: {row['ratio_to_plain']:.3f}"
     text += f" (processor {row['cpu_ratio_to_plain']:.3f})"
     for peer, found in row["peers"].items():
-        mark = "*" if found["note"] else ""
+        mark = "" if found["comparable"] else "*"
         text += f"  {peer}{mark} {found['ms']:.2f} ms ({found['ratio_mprun_to_peer']:.3f})"
     return text + (f"  torch's kernels {row['torch_ms']:.1f} ms" if "torch_ms" in row else "")
 
@@ -253,7 +278,7 @@ def judged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         worst = max((row for row in rows if row["model"] == model), key=lambda row: row["ratio_to_plain"])
         table.append(entry(f"training step, {model}, beside a loop by hand", worst, worst["ratio_to_plain"], "plain",
                            worst["plain_ms"], TARGETS[model]))  # fmt: skip
-    compared = [(row, name, peer) for row in rows for name, peer in row["peers"].items() if not peer["note"]]
+    compared = [(row, name, peer) for row in rows for name, peer in row["peers"].items() if peer["comparable"]]
     for name in dict.fromkeys(name for _, name, _ in compared):
         row, _, peer = max((c for c in compared if c[1] == name), key=lambda c: c[2]["ratio_mprun_to_peer"])
         table.append(entry(f"training step beside {name}", row, peer["ratio_mprun_to_peer"], name, peer["ms"], 1.0))

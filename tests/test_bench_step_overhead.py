@@ -11,7 +11,7 @@ import pytest
 import torch
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
-SCRIPTS = ("common", "step_loops", "peer_loops", "step_overhead")
+SCRIPTS = ("common", "step_cases", "step_loops", "peer_loops", "peer_trainer", "step_overhead")
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def moved(loops, case):
     mprun = loops.Mprun(case)
     plain = loops.Plain(case, kernels="mprun")
     for loop in (mprun, plain):
-        loop.run(3)
+        loop.advance(3)
     mprun.check_counters()
     return mprun, plain
 
@@ -37,15 +37,15 @@ def moved(loops, case):
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16_dynamic", "fp16_master_dynamic"])
 def test_mprun_and_the_loop_by_hand_do_the_same(bench, precision, accumulate):
-    loops = bench("step_loops")
-    case = loops.make_case("tiny", precision, accumulate, torch.device("cpu"))
-    kernels = loops.Kernels(case)
+    cases, loops = bench("step_cases"), bench("step_loops")
+    case = cases.make_case("tiny", precision, accumulate, torch.device("cpu"))
+    kernels = cases.Kernels(case)
     kernels.use("mprun")
     try:
         mprun, plain = moved(loops, case)
     finally:
         kernels.use("torch")
-    apart = loops.distance(mprun, plain)
+    apart = cases.distance(mprun, plain)
     assert apart == 0.0 if precision in ("fp32", "bf16") else apart < 1e-4
     for name, start in case.start.items():
         assert not torch.equal(mprun.weights()[name], start), f"{name} did not move"
@@ -54,20 +54,20 @@ def test_mprun_and_the_loop_by_hand_do_the_same(bench, precision, accumulate):
 
 def test_bf16_on_torch_s_own_kernels_comes_close(bench):
     """The operation list differs there, so this is looser: the same recipe, computed by other kernels."""
-    loops = bench("step_loops")
-    case = loops.make_case("tiny", "bf16", 1, torch.device("cpu"))
-    kernels, found = loops.Kernels(case), []
+    cases, loops = bench("step_cases"), bench("step_loops")
+    case = cases.make_case("tiny", "bf16", 1, torch.device("cpu"))
+    kernels, found = cases.Kernels(case), []
     for name, make in (("mprun", loops.Mprun), ("torch", loops.Plain)):
         kernels.use(name)
         found.append(make(case))
-        found[-1].run(3)
+        found[-1].advance(3)
     kernels.use("torch")
-    assert 0.0 < loops.distance(*found) < 0.15
+    assert 0.0 < cases.distance(*found) < 0.15
 
 
 def test_work_that_differs_is_noticed(bench):
-    loops, overhead = bench("step_loops"), bench("step_overhead")
-    case = loops.make_case("tiny", "fp32", 1, torch.device("cpu"))
+    cases, loops, overhead = bench("step_cases"), bench("step_loops"), bench("step_overhead")
+    case = cases.make_case("tiny", "fp32", 1, torch.device("cpu"))
     mprun, plain = loops.Mprun(case), loops.Plain(case)
     plain.optimizer.param_groups[0]["weight_decay"] = 0.04
     with pytest.raises(SystemExit, match="tiny fp32: mprun and the plain loop"):
@@ -78,10 +78,10 @@ def test_the_rate_by_hand_is_the_schedule_s(bench):
     from mprun.config import ScheduleConfig
     from mprun.training.schedule import build_schedule
 
-    loops = bench("step_loops")
-    schedule = build_schedule(ScheduleConfig(name="cosine", warmup_steps=loops.WARM_UP), loops.NEVER)
-    for done in (0, 1, 9, 10, 11, 500, loops.NEVER - 1):
-        assert loops.multiplier(done) == schedule(done)
+    cases = bench("step_cases")
+    schedule = build_schedule(ScheduleConfig(name="cosine", warmup_steps=cases.WARM_UP), cases.NEVER)
+    for done in (0, 1, 9, 10, 11, 500, cases.NEVER - 1):
+        assert cases.multiplier(done) == schedule(done)
 
 
 def test_a_quick_measurement_writes_its_rows(bench, tmp_path, capsys):
