@@ -116,7 +116,7 @@ class PythonData:
             return
         loader: DataLoader[Any] = DataLoader(
             samples,
-            # One batch after the other: all addresses of a million samples at once would take a quarter of a second.
+            # One batch after the other: the addresses of a million samples at once would take half a second.
             batch_sampler=([(stream, epoch, index) for index in ids.tolist()] for ids in batches),
             num_workers=self.workers,
             collate_fn=Collate(samples.where),
