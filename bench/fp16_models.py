@@ -2,11 +2,11 @@
 
     python bench/fp16_models.py [--cases vit resnet gpt ...] [--rounds 9] [--steps 5] [--threads N] [--no-native] [--json]
 
-Contestants: ``fp32``, ``bf16``, ``fp16`` (``numerics.cpu_fp16=fast``) and ``native`` (the same policy with torch's half kernels). They
-start from equal parameters and see the same window. In every round each of them makes ``--steps`` steps with mprun's ``train_step``
-(forward, backward, norm, finite test, optimizer, scale), one contestant after the other; its number is the median over these steps,
-and a ratio is the median over rounds of ratios within a round. The native kernels are so slow that they make one step, in every
-third round.
+Contestants: ``fp32``, ``bf16``, ``fp16`` (``numerics.cpu_fp16=fast``) and ``native`` (the same policy with torch's half
+kernels). They start from equal parameters and see the same window. In every round each of them makes ``--steps`` steps
+with mprun's ``train_step`` (forward, backward, norm, finite test, optimizer, scale), one contestant after the other; its
+number is the median over these steps, and a ratio is the median over rounds of ratios within a round. The native
+kernels are so slow that they make one step, in every third round.
 
 Cases: ViT, ResNet and GPT at the project's default sizes, and at 5 million parameters and more. Targets: native at least 9 times
 fp16 everywhere; fp16 at most 1.25 times fp32 in the large cases; bf16 at most 0.9 times fp32 in the small ViT and GPT.
@@ -60,7 +60,6 @@ CONTESTANTS: dict[str, list[str]] = {
     "native": ["precision=fp16_dynamic", "numerics.cpu_fp16=native"],
 }
 BF16_JUDGED = ("vit", "gpt")
-
 
 
 @dataclass

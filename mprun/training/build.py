@@ -23,6 +23,7 @@ from mprun.precision.cpu_half import cpu_half_kernels, resolve
 from mprun.precision.policy import PrecisionPolicy, check_support, matmul_precision
 from mprun.training.checkpoint import load_init
 from mprun.training.env import resolve_device, seed_everything
+from mprun.training.heap import freed_memory_kept
 from mprun.training.run import Plan, make_plan
 from mprun.training.schedule import build_schedule
 from mprun.training.state import TrainState, build_state
@@ -34,6 +35,8 @@ CUBLAS, REPRODUCIBLE = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 @contextmanager
 def switches(config: Config, device: torch.device) -> Iterator[str]:
     """Everything global that a run sets, put back at the end: TF32 flags, determinism, CPU kernels and operation list.
+
+    On the CPU freed memory stays in the process meanwhile.
 
     Yields:
         Which kernels compute FP16 on the CPU: ``fast``, ``native`` or ``none``.
@@ -53,6 +56,8 @@ def switches(config: Config, device: torch.device) -> Iterator[str]:
         stack.enter_context(_determinism(config.deterministic, device))
         if dtypes & {torch.float16, torch.bfloat16}:
             stack.enter_context(_no_fused_attention_layer())
+        if device.type == "cpu":
+            stack.enter_context(freed_memory_kept())
         if device.type == "cpu" and dtypes & {torch.float16, torch.bfloat16}:
             stack.enter_context(cuda_operation_list())
             stack.enter_context(cpu_half_kernels(half=kernels == "fast", bf16=torch.bfloat16 in dtypes))
