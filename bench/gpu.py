@@ -53,8 +53,8 @@ SECTIONS = {
     for section in (
         Section("suite", "gpu_checks.py", 190),
         Section("dtypes", "gpu_checks.py", 90),
-        Section("sync", "gpu_checks.py", 90),
-        Section("trajectory", "gpu_checks.py", 120),
+        Section("sync", "gpu_steps.py", 90),
+        Section("trajectory", "gpu_steps.py", 120),
         Section("parity", "gpu_parity.py", 150),
         Section("predict", "gpu_speed.py", 150, decides=False),
         Section("speed", "gpu_speed.py", 600, decides=False),

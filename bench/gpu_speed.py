@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 from gpu_section import Asked, config_of, run_section
-from step_loops import COMMON, Case, Mprun, Plain, distance
+from step_cases import COMMON, Case, distance
+from step_loops import Mprun, Plain
 
 from mprun.data import build_data
 from mprun.errors import MprunError
@@ -182,17 +183,19 @@ def at_batch(asked: Asked, words: list[str], batch: int) -> dict[str, Any]:
         if config.model.compile:
             by_hand.model = torch.compile(by_hand.model)  # type: ignore[assignment]
         hand_peak = peak_of(asked, by_hand)
-        count = 1 if asked.tiny else max(1, min(int(BLOCK_S / max(by_hand.run(2) / 2, 1e-4)), 50))
+        count = 1 if asked.tiny else max(1, min(int(BLOCK_S / max(by_hand.run(2)[0] / 2, 1e-4)), 50))
         rounds = 2 if asked.tiny else ROUNDS
-        seconds = [(by_hand.run(count) / count, ours.run(count) / count) for _ in range(rounds)]
+        # Each pair: by hand and mprun, each with the seconds of the clock and of the processor.
+        pairs = [(by_hand.run(count), ours.run(count)) for _ in range(rounds)]
         ours.check_counters()
         apart = distance(by_hand, ours) if asked.tiny else None
-    plain_ms, mprun_ms = (1e3 * statistics.median(side) for side in zip(*seconds, strict=True))
+    plain_ms, mprun_ms = (1e3 / count * statistics.median(pair[side][0] for pair in pairs) for side in (0, 1))
     return {
         "batch": batch,
         "mprun_ms": mprun_ms,
         "plain_ms": plain_ms,
-        "ratio": statistics.median(mine / theirs for theirs, mine in seconds),
+        "ratio": statistics.median(mine[0] / theirs[0] for theirs, mine in pairs),
+        "host_ms": [1e3 / count * statistics.median(pair[side][1] for pair in pairs) for side in (1, 0)],
         "images_per_s": batch / mprun_ms * 1e3,
         "rounds": rounds,
         "steps_a_block": count,

@@ -20,7 +20,7 @@ def lines_of(name: str, found: Mapping[str, Any]) -> list[str]:
     wrong += [
         f"{d['operation']} {d['region']} {d['inputs']}: cpu {d['cpu']}, gpu {d['gpu']}" for d in found.get("differ", ())
     ]
-    wrong += [f"{w['policy']} {w['where']}: {w['error']}" for w in found.get("waits", ())]
+    wrong += [f"{w['model']} {w['policy']} {w['where']}: {w['error']}" for w in found.get("waits", ())]
     wrong += [f"{r['model']} {r['policy']}: {_worst(r)}" for r in found.get("rows", ()) if r.get("ok") is False]
     wrong += list(found.get("left_out", ()))
     return [line[:80] for line in [*lines, *(f"           {text}" for text in wrong[:12])]]
