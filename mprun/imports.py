@@ -29,9 +29,12 @@ def no_wandb() -> Iterator[None]:
 def uncollected(package: str) -> Iterator[None]:
     """Import ``package`` inside with the garbage collector off; does nothing where it is imported already.
 
-    Such an import makes a million objects, nearly all of which live as long as the process. The collector looks at them
-    again and again and finds nothing, which is an eighth of the time; and it would go on doing so during training, so
-    they are left out of its later rounds.
+    Such an import makes hundreds of thousands of objects, nearly all of which live as long as the process. The collector
+    looks at them again and again and finds next to nothing, for a good part of the time that the import takes; and it would
+    go on doing so during training, so they are left out of its later rounds.
+
+    What the import threw away is collected first. A module that looks at its own frame leaves a cycle behind, which holds the
+    frames of all callers: set aside with the rest, it would keep whatever they hold (a model, a checkpoint) for good.
     """
     if package in sys.modules or not gc.isenabled():
         yield
@@ -40,5 +43,6 @@ def uncollected(package: str) -> Iterator[None]:
     try:
         yield
     finally:
+        gc.collect(0)  # everything since the collector was switched off
         gc.freeze()
         gc.enable()
