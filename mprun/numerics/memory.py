@@ -12,15 +12,18 @@ Two questions, two numbers:
   when it is freed. The sum of what is alive is followed up to its peak, with the share of each category at that moment:
   saved activations are at their most when forward ends, where gradients are none yet.
 
-Not seen: what a kernel takes for itself while it runs (workspaces of cuDNN and cuBLAS, the FP32 copies inside the CPU's half
-kernels), a device's context, and what an allocator loses by rounding (but for ``granule``) and fragmentation.
+What a kernel takes for itself while it runs is no tensor. Whoever knows it from shapes says so (``workspace``); it counts
+while the operation runs, beside arguments and results.
+
+Not seen: the workspaces of cuDNN and cuBLAS, a device's context, and what an allocator loses by rounding (but for ``granule``)
+and fragmentation.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,9 +36,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mprun.numerics.tensor_cores import Misfit
 
-# In the order of reports; the last three come and go within a step.
+WORKSPACE = "kernel workspace"
+# In the order of reports; the last four come and go within a step.
 CATEGORIES = ("parameters", "masters", "gradients", "optimizer", "ema", "buffers", "data", "counters",
-              "activations", "weight copies", "working tensors")  # fmt: skip
+              "activations", "weight copies", "working tensors", WORKSPACE)  # fmt: skip
+# Name of an operation, its arguments, what it returned -> bytes that the kernel held beside these.
+Workspace = Callable[[str, Any, Any], int]
 
 # A copy of one of these in another dtype, or to put it back later, is of the kind on the right.
 _COPIES = {"parameters": "weight copies", "weight copies": "weight copies", "buffers": "buffers"}
@@ -126,16 +132,17 @@ class Ledger(TorchDispatchMode):
     ``found`` is filled as operations run; :meth:`start` begins anew, without forgetting what is alive.
     """
 
-    def __init__(self, *, granule: int = 1, blind: bool = False) -> None:
+    def __init__(self, *, granule: int = 1, blind: bool = False, workspace: Workspace | None = None) -> None:
         """An empty ledger.
 
         Args:
             granule: sizes are rounded up to a multiple of it (CUDA's allocator: 512).
             blind: the tensors are fake. What the host reads from one and nobody knows is then made up, so that the step goes on
                 as a good one: numbers are 1, conditions false, and what is asked of all elements (are they finite?) is true.
+            workspace: what kernels take for themselves; nothing where nobody knows.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.granule, self.blind = granule, blind
+        self.granule, self.blind, self.workspace = granule, blind, workspace
         self.found = Counted()
         self.running: list[str] = []
         self._known: dict[int, _Storage] = {}
@@ -197,6 +204,10 @@ class Ledger(TorchDispatchMode):
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, Tensor):
                 self._storage(tensor, kind)
+        if self.workspace is not None and (extra := self.workspace(name, args, out)):
+            self._alive[WORKSPACE] += extra
+            self._look()
+            self._alive[WORKSPACE] -= extra
         return out
 
     def _read(self, func: Any, tensor: Tensor) -> Any:

@@ -32,6 +32,7 @@ MEANING = {
     "counters": "loss scale, rates, step counts",
     "weight copies": "half copies that autocast makes",
     "working tensors": "results in flight, gradients of activations",
+    "kernel workspace": "copies inside kernels: FP32 of half, reordered",
 }
 
 
@@ -189,7 +190,7 @@ def facts(report: Mapping[str, Any], *, compiled: bool) -> list[tuple[str, str]]
     outside = (
         "the CUDA context, workspaces of cuDNN and cuBLAS, fragmentation"
         if report["device"] == "cuda"
-        else "the interpreter and its libraries, FP32 copies inside half kernels, fragmentation"
+        else "the interpreter and its libraries, what matrix products pack, fragmentation"
     )
     lines.append(("not counted", outside))
     return lines

@@ -6,6 +6,9 @@ and tensors only and is read with ``weights_only=True``: a checkpoint cannot run
 
 Optimizer state is kept by parameter name in its own dtype. (``Optimizer.load_state_dict`` would cast float32 moments to
 the parameter's dtype.) Learning rate, betas and decay are not in it: they follow the configuration in force.
+
+No second copy of the state is made in memory: writing goes from the tensors themselves to the file, and reading maps the file,
+so that the values come to memory page by page as they are copied to their places, and the system may drop them again.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import inspect
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -163,8 +167,19 @@ def load_optimizer_state(state: TrainState, saved: Mapping[str, Mapping[str, Any
                 if isinstance(value, Tensor) and value.ndim and value.numel() == p.numel() and value.shape != p.shape:
                     raise CheckpointError(f"{path}: optimizer state {key} of {name} has shape {tuple(value.shape)}")
             # Beside what is there already: an argument that is new at this resume may have brought state of its own.
-            place = partial(_placed, device=p.device, fused=state.fused)
-            state.optimizer.state[p].update({key: map_tensors(value, place) for key, value in entry.items()})
+            own, place = state.optimizer.state[p], partial(_placed, device=p.device, fused=state.fused)
+            for key, value in entry.items():
+                if _same_place(own.get(key), value, p.device):
+                    own[key].copy_(value)
+                else:
+                    own[key] = map_tensors(value, place)
+
+
+def _same_place(old: Any, value: Any, device: torch.device) -> bool:
+    """Whether ``value`` can be written into ``old``, so that it needs no memory of its own."""
+    if not isinstance(old, Tensor) or not isinstance(value, Tensor) or not value.ndim:
+        return False
+    return (old.shape, old.dtype, old.device) == (value.shape, value.dtype, device) and writable(old)
 
 
 def _placed(value: Tensor, *, device: torch.device, fused: bool) -> Tensor:
@@ -231,14 +246,20 @@ def load(path: Path, *, own: bool = True) -> dict[str, Any]:
     """Read a checkpoint, on the CPU; with ``own=False`` any file of tensors and plain values.
 
     Raises:
-        CheckpointError: missing, empty, torn, not a checkpoint of mprun, or of another format.
+        CheckpointError: missing, empty, torn, changed since it was written, not a checkpoint of mprun, or of another format.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
     if path.stat().st_size == 0:
         raise CheckpointError(f"{path} is empty (0 bytes): the write was cut off; resume from another checkpoint")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        # Archives only: what older torch wrote is a stream, which cannot be mapped.
+        mapped = zipfile.is_zipfile(path)
+        if own and mapped and (broken := _broken_part(path)):
+            raise CheckpointError(f"{path} is damaged: the checksum of its part {broken} is wrong")
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError as error:
         # torch's message begins with the advice to load it all the same, which no checkpoint of a run needs.
         why = next(
@@ -259,6 +280,15 @@ def load(path: Path, *, own: bool = True) -> dict[str, Any]:
     if content["format"] != FORMAT:
         raise CheckpointError(f"{path} has format {content['format']}; this version reads format {FORMAT}")
     return content
+
+
+def _broken_part(path: Path) -> str | None:
+    """The first part of an archive that is not as it was written, which torch does not look at.
+
+    Asked of own checkpoints only: torch can be told to write no true checksums, so a stranger's file need not have them.
+    """
+    with zipfile.ZipFile(path) as archive:
+        return archive.testzip()
 
 
 def load_init(model: nn.Module, path: Path) -> None:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -26,9 +27,10 @@ from mprun.config import Config, DatasetSource, Fp32Matmul
 from mprun.data import build_data
 from mprun.data.base import Batch, DataSpec
 from mprun.models.build import build_model
-from mprun.numerics.memory import Counted, Footprint, Ledger
+from mprun.numerics.memory import Counted, Footprint, Ledger, Workspace
 from mprun.numerics.tensor_cores import misfits
 from mprun.precision.policy import map_tensors
+from mprun.precision.workspace import cpu_workspace
 from mprun.training.build import build, switches
 from mprun.training.fakes import Untouched, explained, make_fake, resized
 from mprun.training.run import make_plan
@@ -58,7 +60,8 @@ def predicting(config: Config, device: torch.device) -> Iterator[Callable[[int],
         config.precision.fp32_matmul = Fp32Matmul.ieee  # takes the same memory, and needs no GPU to be legal
     here = torch.device("cpu") if pretended else device
     granule = CUDA_GRANULE if device.type == "cuda" else 1
-    with switches(config, here):
+    with switches(config, here) as kernels:
+        workspace = _workspace(device, kernels)
         spec, example, held = _look(config)
         with Untouched():
             model = build_model(config.model, spec, trust=config.trust)
@@ -76,8 +79,9 @@ def predicting(config: Config, device: torch.device) -> Iterator[Callable[[int],
                 window = [resized(example, batch_size, here) for _ in range(config.train.accumulate)]
                 data = [torch.empty(held, dtype=torch.uint8, device=here)]
                 # From the third micro-batch on nothing is new.
+                ledger = Ledger(granule=granule, blind=True, workspace=workspace)
                 return footprint(state, window[:2], data + [t for b in window for t in _tensors(b)],
-                                 accumulate=config.train.accumulate, ledger=Ledger(granule=granule, blind=True))  # fmt: skip
+                                 accumulate=config.train.accumulate, ledger=ledger)  # fmt: skip
 
         yield predict
 
@@ -86,11 +90,12 @@ def measure(config: Config, device: torch.device) -> Footprint:
     """One real step (two, where the optimizer makes its state in the first) of the run that ``config`` describes."""
     config = copy.deepcopy(config)
     config.model.compile = False
-    with switches(config, device):
+    with switches(config, device) as kernels:
         state, data, _ = build(config, device)
         window = list(islice(data.train_batches(0), config.train.accumulate))
         tensors = [*_held(data, device), *(t for batch in window for t in _tensors(batch))]
-        ledger = Ledger(granule=CUDA_GRANULE if device.type == "cuda" else 1)
+        granule = CUDA_GRANULE if device.type == "cuda" else 1
+        ledger = Ledger(granule=granule, workspace=_workspace(device, kernels))
         found = footprint(state, window, tensors, accumulate=len(window), ledger=ledger)
         if device.type == "cuda":
             found = replace(found, allocator_peak=torch.cuda.max_memory_allocated(device))
@@ -175,6 +180,11 @@ def _look(config: Config) -> tuple[DataSpec, Batch, int]:
         data = build_data(small, device=cpu)
     example = next(iter(data.train_batches(0)))
     return data.spec, example, sum(_storage_bytes(_held(data, cpu)))
+
+
+def _workspace(device: torch.device, kernels: str) -> Workspace | None:
+    """What the kernels of the CPU take for themselves (``kernels``: see :func:`switches`); of a GPU's nobody knows."""
+    return partial(cpu_workspace, fast_half=kernels == "fast") if device.type == "cpu" else None
 
 
 # --- who owns what ----------------------------------------------------------------------------------------------------
