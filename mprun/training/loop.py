@@ -267,6 +267,7 @@ def save(run: Run, name: str = "last.pt") -> None:
     """Write a checkpoint. A disk that refuses costs this checkpoint, not the run: it is reported and training goes on."""
     if run.pending:
         drain(run)
+    run.state.refuse_changed()
     folder = run.run_dir / "checkpoints"
     extra = {"best": asdict(run.best), "log": log_state(run), **run.metadata}
     content = checkpoint.snapshot(run.state, **extra)

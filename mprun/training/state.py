@@ -24,12 +24,13 @@ from mprun.precision.overrides import PlanEntry, make_plan
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.scaling import LossScale, ScaleState
 from mprun.training.arrival import Parameters, check_arrival
-from mprun.training.buffers import Form, Modules, Snapshot, forms, named_buffers, walk, writable
+from mprun.training.buffers import Form, Snapshot, forms, named_buffers, writable
 from mprun.training.ema import Ema
 from mprun.training.optim import build_optimizer, is_fused
 from mprun.training.rates import Rates
 from mprun.training.recompute import apply_checkpointing
 from mprun.training.schedule import Schedule
+from mprun.training.structure import Structure
 
 
 @dataclass
@@ -73,6 +74,7 @@ class TrainState:
         task: what the loss is.
         num_classes: of the dataset; None where nobody said.
         fingerprint: of the initialisation, before any cast; None where it is not known any more.
+        structure: the modules that hold something, known from step to step.
     """
 
     model: nn.Module
@@ -103,21 +105,20 @@ class TrainState:
     written_in_eval: set[tuple[nn.Module, str]] | None = None
     position: Position = field(default_factory=Position)
     counters: HostCounters = field(default_factory=HostCounters)
+    structure: Structure = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.structure = Structure(self.model)
 
     @property
     def fused(self) -> bool:
         """Whether the optimizer obeys the finite flag on the device."""
         return is_fused(self.optimizer)
 
-    def named_truth(self, modules: Modules | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Names with the FP32 truth of every parameter, then every buffer: what the EMA is fed from.
-
-        Args:
-            modules: those of the model with their paths, where the caller has them.
-        """
+    def named_truth(self) -> Iterator[tuple[str, Tensor]]:
+        """Names with the FP32 truth of every parameter, then every buffer: what the EMA is fed from."""
         yield from self.weights
-        found = named_buffers(walk(self.model) if modules is None else modules)
-        yield from ((name, buffer) for name, buffer in found if writable(buffer))
+        yield from ((name, buffer) for name, buffer in named_buffers(self.structure.holders()) if writable(buffer))
 
     def run_forward(self, inputs: Any, policy: PrecisionPolicy | None = None) -> Tensor:
         """The model's output for ``inputs``, under ``policy`` (the training policy if None), in one autocast region.
@@ -163,22 +164,25 @@ class TrainState:
 
     def start_window(self) -> Snapshot:
         """What the forward passes of a window can move, so that one which is not applied can be undone (:meth:`undo_buffers`)."""
-        return Snapshot.take([module for _, module in walk(self.model)], written=self.written)
+        return Snapshot.take([module for _, module in self.structure.holders()], written=self.written)
 
-    def undo_buffers(self, saved: Snapshot, applied: Tensor, modules: Modules) -> None:
+    def undo_buffers(self, saved: Snapshot, applied: Tensor) -> None:
         """Put ``saved`` back unless ``applied`` (0-D bool on the device; not read by the host while buffers keep their form).
-
-        Args:
-            saved: from :meth:`start_window`.
-            applied: whether the window was.
-            modules: those of the model as they are now, with their paths.
 
         Raises:
             ConfigError: the forward pass added or exchanged a parameter.
         """
-        inner = [module for _, module in modules]
-        self.parameters.refuse_changed(self.model, inner)
-        saved.keep_if(applied, inner)
+        modules = [module for _, module in self.structure.holders()]
+        self.parameters.refuse_changed(self.model, modules)
+        saved.keep_if(applied, modules)
+
+    def refuse_changed(self) -> None:
+        """See once more that the model has the parameters that it was built with, also that none was deleted.
+
+        Raises:
+            ConfigError: one was added, exchanged or removed.
+        """
+        self.parameters.refuse_changed(self.model, [module for _, module in self.structure.look()])
 
     def late_buffers(self) -> list[str]:
         """Names of buffers that were filled, registered, resized or removed since the start."""

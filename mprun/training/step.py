@@ -30,7 +30,6 @@ from mprun.data.base import IGNORE, Batch
 from mprun.errors import ConfigError
 from mprun.numerics.probe import Probe
 from mprun.precision.policy import PrecisionPolicy, map_tensors
-from mprun.training.buffers import walk
 from mprun.training.result import StepResult, Verdict
 from mprun.training.state import TrainState
 from mprun.training.targets import check_output
@@ -59,11 +58,10 @@ def train_step(state: TrainState, window: Sequence[Batch], *, probe: Probe | Non
     if probe is not None:
         probe.updates(state, verdict.applied)
     state.weights.write_back()
-    modules = walk(state.model)
-    state.undo_buffers(buffers, verdict.applied, modules)
+    state.undo_buffers(buffers, verdict.applied)
     state.applied = state.applied + verdict.applied
     if state.ema is not None:
-        state.ema.update(state.named_truth(modules), verdict.applied)
+        state.ema.update(state.named_truth(), verdict.applied)
     used = state.scale
     state.scale = state.loss_scale.adjust(
         used, overflow=verdict.overflow, applied=verdict.applied, failed=verdict.failed

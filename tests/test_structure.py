@@ -1,0 +1,76 @@
+"""What a model holds is looked up again whenever it may have changed, and only then."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from mprun.errors import ConfigError
+from mprun.training import structure
+from mprun.training.buffers import named_buffers, walk
+from mprun.training.step import train_step
+from mprun.training.structure import Structure
+from tests.conftest import FP16, batch
+
+
+def small() -> nn.Module:
+    inner = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.BatchNorm1d(3))
+    model = nn.Sequential(nn.Linear(2, 2), inner, nn.Sequential(nn.Identity(), nn.Linear(3, 2)))
+    model.again = inner[0]  # one module under two names
+    return model
+
+
+def naive(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(path, m) for path, m in model.named_modules() if m._parameters or m._buffers]
+
+
+CHANGES = {
+    "a module is added": lambda m: m.add_module("new", nn.Linear(1, 1)),
+    "a module is assigned": lambda m: setattr(m[1], "new", nn.Linear(1, 1)),
+    "a module is exchanged": lambda m: m[1].__setitem__(0, nn.Linear(2, 3)),
+    "a module is removed": lambda m: setattr(m, "again", None),
+    "a module is appended": lambda m: m[2].append(nn.BatchNorm1d(2)),
+    "a buffer is registered": lambda m: m[1][1].register_buffer("seen", torch.zeros(1)),
+    "a transient buffer is registered": lambda m: m[2][0].register_buffer("seen", torch.zeros(1), persistent=False),
+    "a parameter is assigned": lambda m: setattr(m[1][1], "scale", nn.Parameter(torch.ones(1))),
+}
+
+
+@given(changes=st.lists(st.sampled_from(list(CHANGES)), max_size=5))
+def test_holders_are_those_of_a_fresh_look_after_any_change(changes):
+    model = small()
+    found = Structure(model)
+    assert found.holders() == naive(model)
+    for change in changes:
+        CHANGES[change](model)
+        assert found.holders() == naive(model)
+        assert named_buffers(found.holders()) == list(model.named_buffers())
+        assert walk(model) == list(model.named_modules())
+
+
+def test_steps_of_an_unchanged_model_look_nothing_up(make_state, monkeypatch):
+    state = make_state(small(), **{**FP16, "train.ema.decay": 0.9})
+    window = [batch(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))]
+    train_step(state, window)
+    looks = []
+    monkeypatch.setattr(structure, "walk", lambda model: looks.append(1) or walk(model))
+    for _ in range(5):
+        train_step(state, window)
+    assert looks == []
+    nn.Linear(1, 1)  # anything that registers, anywhere
+    train_step(state, window)
+    assert len(looks) == 1
+
+
+@pytest.mark.parametrize("name", ["2.1.weight", "2.1"])
+def test_a_deletion_is_refused_before_a_checkpoint_is_written(make_state, name):
+    """torch does not tell of it; the optimizer would go on with a parameter that nothing uses."""
+    state = make_state(small())
+    state.refuse_changed()
+    path, _, attribute = name.rpartition(".")
+    delattr(state.model.get_submodule(path), attribute)
+    with pytest.raises(ConfigError, match=r"removes the parameter 2\.1\.weight"):
+        state.refuse_changed()
