@@ -179,19 +179,23 @@ def worst(rows: Sequence[Row]) -> Row:
 def draw(rows: Sequence[Row], title: str, xlabel: str) -> Figure:
     """Costs against sizes, both logarithmic: points, a + b * size as a line, exponents in the legend; a panel a group."""
     panels = list(dict.fromkeys((row.panel, row.unit) for row in rows))
-    figure = Figure(
-        figsize=(max(7.2, 4.3 * len(panels)), 4.4),
-        layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08),
-        facecolor="white",
-    )
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axis, (panel, unit) in zip(axes, panels, strict=True):
+    columns = 2 if len(panels) == 4 else min(len(panels), 3)
+    lines = math.ceil(len(panels) / columns)
+    height = 0.9 + 3.5 * lines
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
+    figure = Figure(figsize=(max(7.2, 4.3 * columns), height), layout=layout, facecolor="white")
+    axes = figure.subplots(lines, columns, squeeze=False).ravel()
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (panel, unit) in zip(axes, panels, strict=False):
         _panel(axis, [row for row in rows if (row.panel, row.unit) == (panel, unit)], panel, unit, xlabel)
     bad, last = [row for row in rows if not row.met], worst(rows)
     head = f"{title}: steepest p = {last.exponent:.2f} (at most {last.most:g})"
     said = "nothing above its target" if not bad else f"{len(bad)} of {len(rows)} above the target (✗)"
     figure.suptitle(f"{head}\n", x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
-    figure.text(0.012, 0.925, f"{last.name}; {said}; lines are a + b × size", fontsize=8.5, color=GREY, va="center")
+    figure.text(
+        0.012, 1 - 0.33 / height, f"{last.name}; {said}; lines are a + b × size", fontsize=8.5, color=GREY, va="center"
+    )
     return figure
 
 
