@@ -123,3 +123,35 @@ def test_quick_covers_all_models_and_precisions_once_and_tiny_with_accumulation(
     assert len(found) == len(set(found)) == 16
     assert {k for _, _, k in found} == {1, 4}
     assert {model for model, _, k in found if k == 4} == {"tiny"}
+
+
+@pytest.mark.parametrize("name", ["timm", "fabric", "trainer", "accelerate"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16_dynamic"])
+def test_a_peer_comes_to_the_same_weights(bench, name, precision):
+    """Those that are installed: a peer that left a part of the step out would look fast."""
+    cases, loops, peers = bench("step_cases"), bench("step_loops"), bench("peer_loops")
+    if name not in peers.importable():
+        pytest.skip(f"{name} is not installed (bench/setup_peers.sh)")
+    case = cases.make_case("tiny", precision, 2, torch.device("cpu"))
+    kernels = cases.Kernels(case)
+    kernels.use("mprun")
+    try:
+        mprun, peer = loops.Mprun(case), peers.PEERS[name][1](case)
+        mprun.advance(3)
+        peer.advance(3)
+    finally:
+        kernels.use("torch")
+    apart = cases.distance(mprun, peer)
+    assert apart == 0.0 if precision == "fp32" else apart < 0.1
+
+
+def test_a_row_with_peers_names_them_and_leaves_other_precisions_out_of_the_judgement(bench):
+    overhead = bench("step_overhead")
+    peer = {"ms": 4.0, "ratio_mprun_to_peer": 0.5, "cpu_ratio_mprun_to_peer": 0.5, "note": "", "comparable": True}
+    other = peer | {"ratio_mprun_to_peer": 2.0, "note": "computes in FP32", "comparable": False}
+    row = {"model": "25m", "precision": "fp16_dynamic", "accumulate": 4, "step_ms": 2.0, "plain_ms": 1.0, "ratio_to_plain": 2.0,
+           "cpu_ratio_to_plain": 2.0, "peers": {"timm": peer, "accelerate": other}}  # fmt: skip
+    plain, timm = overhead.judged([row])
+    assert (plain["ratio"], plain["target"], plain["met"]) == (2.0, 1.0, False)
+    assert (timm["what"], timm["ratio"], timm["met"]) == ("training step beside timm", 0.5, True)
+    assert "accelerate*" in overhead.line(row)
