@@ -66,11 +66,13 @@ class Records:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.shares: list[float] = []
+        self.rates: list[float] = []
 
     def log(self, record: dict[str, Any]) -> None:
         self.clock.now += RECORD
         if record["kind"] == "train":
             self.shares.append(record["perf/data_wait_frac"])
+            self.rates.append(record["perf/examples_per_s"])
 
     def progress(self, step: int, attempt: int) -> None:
         pass
@@ -103,7 +105,13 @@ def shares(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str, start: in
         state.position.batch = start
         slow = Slow(data, clock)
         plan = make_plan(config, slow.batches_per_epoch)
-        loop.fit(Run(config, state, slow, plan, [sink], folder, best_of(config)))  # type: ignore[list-item]
+        run = Run(config, state, slow, plan, [sink], folder, best_of(config))  # type: ignore[list-item]
+        loop.fit(run)
+    # Examples a second are those that went through training, waiting included; the run's own rate takes all of it together.
+    steps = [STEP / (1 - share) for share in sink.shares]
+    if config.train.log_every == 1 and config.train.accumulate == 1:
+        assert sink.rates == pytest.approx([10 / seconds for seconds in steps], rel=1e-12)
+        assert run.train_s == pytest.approx(sum(steps), rel=1e-12)
     return sink.shares
 
 

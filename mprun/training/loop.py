@@ -93,13 +93,19 @@ def windows(run: Run) -> Iterator[list[Batch]]:
     for batch in run.data.train_batches(position.epoch, position.batch):
         window.append(batch)
         if len(window) == run.config.train.accumulate:
-            run.wait_s += time.perf_counter() - begin
+            _waited(run, begin)
             yield window
             window = []
             begin = time.perf_counter()
-    run.wait_s += time.perf_counter() - begin  # also of an epoch's end: worker processes take their time to leave
+    _waited(run, begin)  # also of an epoch's end: worker processes take their time to leave
     if window:
         yield window
+
+
+def _waited(run: Run, begin: float) -> None:
+    seconds = time.perf_counter() - begin
+    run.wait_s += seconds
+    run.train_s += seconds
 
 
 def step(run: Run, window: list[Batch]) -> None:
@@ -225,7 +231,7 @@ def log_train(run: Run) -> None:
         "train/lr": row.lr,
         "precision/loss_scale": row.loss_scale,
         "precision/skipped_steps": run.state.counters.skipped,
-        "perf/examples_per_s": run.window_examples / seconds,
+        "perf/examples_per_s": run.window_examples / (seconds + run.wait_s),
         "perf/step_ms": 1e3 * seconds / max(run.window_attempts, 1),
         "perf/data_wait_frac": run.wait_s / (seconds + run.wait_s),
         "perf/peak_memory_bytes": peak_memory_bytes(run.state.device),
