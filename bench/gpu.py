@@ -152,20 +152,21 @@ def all_sections(
     args: argparse.Namespace, wanted: Sequence[Section], scratch: Path, began: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every section with what it found, as they end: ``speed`` alone at the end, the others before."""
-    cores = os.cpu_count() or 1
+    real = args.device == "cuda"
+    cores = os.cpu_count() or 1 if real else 1
     before = [section for section in wanted if section.name != "speed"]
-    beside = min(max(cores // 3, 1), len(before)) if args.device == "cuda" else 1
-    share = SHARE if any(section.name == "speed" for section in wanted) and args.device == "cuda" else 1.0
-    job = Job(args.device, args.tiny, scratch, max(cores // max(beside, 1), 1))
+    beside = min(max(cores // 3, 1), max(len(before), 1))
+    share = SHARE if real and len(before) < len(wanted) else 1.0
+    job = Job(args.device, args.tiny, scratch, max(cores // beside, 1))
 
     def own_limit(section: Section) -> float:
         # On a CPU, which only shows that everything runs, the whole time is for whoever needs it.
-        return section.limit_s if args.device == "cuda" else args.limit
+        return section.limit_s if real else args.limit
 
     def left(part: float = 1.0) -> float:
         return args.limit * part - (time.monotonic() - began) - WRAP_UP_S
 
-    with ThreadPoolExecutor(max(beside, 1)) as pool:
+    with ThreadPoolExecutor(beside) as pool:
         ends = {
             pool.submit(lambda s=section: job.run(s, min(own_limit(s), left(share)))): section.name
             for section in before

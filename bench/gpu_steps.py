@@ -144,7 +144,7 @@ def trajectory(asked: Asked) -> dict[str, Any]:
     and loss are held against each other with room, and the accuracies within three points. On the CPU alone torch's own half
     kernels stand in for the GPU.
     """
-    steps = 40 if asked.tiny else 200
+    steps = 24 if asked.tiny else 200
     sides: dict[str, dict[str, Any]] = {}
     for name, device in (("cpu", torch.device("cpu")), ("gpu", asked.device)):
         kernels = "auto" if device.type == "cuda" else "fast" if name == "cpu" else "native"

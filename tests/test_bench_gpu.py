@@ -125,7 +125,7 @@ def test_the_scale_goes_the_same_way(bench, asked):
     found = bench("gpu_steps").trajectory(asked)
     assert found["status"] == "ok"
     assert found["cpu"]["first_skips"] == found["gpu"]["first_skips"] > 3
-    assert len(found["cpu"]["scales"]) == found["steps"] == 40
+    assert len(found["cpu"]["scales"]) == found["steps"] == 24
 
 
 # --- around them ------------------------------------------------------------------------------------------------------
