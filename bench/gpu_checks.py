@@ -15,6 +15,7 @@ import tempfile
 import warnings
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +34,25 @@ def suite(asked: Asked) -> dict[str, Any]:
     files = [p for p in sorted((ROOT / "tests").glob("test_*.py")) if re.search(r"mark\.gpu\b", p.read_text("utf-8"))]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
+        limit = max(asked.left_s - 10, 5)
         # A warning that a newer driver or library brings is told, and does not fail a test: there is one try.
         words = ["-m", "pytest", "-m", "gpu", "-p", "pytest_timeout", "-p", "no:cacheprovider", "-W", "default", "--tb=short",
-                 f"--timeout={max(asked.left_s - 5, 5):.0f}", f"--junitxml={report}", *map(str, files)]  # fmt: skip
+                 f"--timeout={limit:.0f}", f"--session-timeout={limit:.0f}", f"--junitxml={report}"]  # fmt: skip
+        if asked.on_gpu and find_spec("xdist") is not None:
+            words += ["-p", "xdist.plugin", "-n", str(max(min((os.cpu_count() or 1) // 4, 4), 1))]
         env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         try:
             done = subprocess.run(
-                [sys.executable, *words], cwd=ROOT, env=env, timeout=max(asked.left_s, 5), check=False
+                [sys.executable, *words, *map(str, files)], cwd=ROOT, env=env, timeout=limit + 8, check=False
             )
-            status = done.returncode
         except subprocess.TimeoutExpired:
-            status = None
+            return {"status": "timeout"}
         if not report.exists():
-            return {"status": "timeout" if status is None else "error", "pytest": status}
-        return counted(report, on_gpu=asked.on_gpu)
+            return {"status": "error", "pytest": done.returncode}
+        found = counted(report, on_gpu=asked.on_gpu)
+        # Ended by the limit, say: what was not run is no success.
+        found["status"] = "failed" if done.returncode else found["status"]
+        return {**found, "pytest": done.returncode}
 
 
 def counted(report: Path, *, on_gpu: bool) -> dict[str, Any]:
