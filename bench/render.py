@@ -21,6 +21,7 @@ from typing import Any
 from common import ROOT, about_text, block, load, set_block
 from lab_tables import markdown_lab
 from lab_tables import table as markdown_table
+from speed_tables import markdown_speed, markdown_targets
 
 NOT_MEASURED = "Not measured yet: `{command}`."
 # Point of a percentage that a recipe's expectation grants to luck, where the spread over the seeds is smaller.
@@ -45,6 +46,7 @@ def blocks() -> dict[tuple[str, str], Callable[[], str]]:
         ("README.md", "speed"): markdown_speed,
         ("README.md", "commands"): markdown_commands,
         ("README.md", "tree"): markdown_tree,
+        ("docs/performance.md", "targets"): markdown_targets,
         ("docs/numerics.md", "formats"): markdown_formats,
         ("docs/numerics.md", "operations"): markdown_operations,
         ("docs/numerics.md", "kernels"): markdown_kernels,
@@ -152,46 +154,6 @@ def markdown_lessons() -> str:
         rows.append((f"`lessons/{path.stem}`", title.rstrip("."), "<br>".join(found) or "not measured yet"))
     head, *body = ("| " + " | ".join(row) + " |" for row in rows)
     return "\n".join([head, "| --- | --- | --- |", *body])
-
-
-def markdown_speed() -> str:
-    """What the other benches measured, one row each."""
-    rows: list[tuple[str, ...]] = []
-    places = []
-    if steps := load("step_ratio"):
-        places.append(("step_ratio", steps["about"]))
-        for row in steps["rows"]:
-            for name in ("fp16_dynamic", "bf16"):
-                ms, ratio = row["step_ms"], row["to_fp32"][name]
-                text = f"{ms[name]:.1f} ms against {ms['fp32']:.1f} ms in FP32"
-                rows.append((f"one step, {row['model']}, `{name}`", text, *verdict(ratio, steps)))
-            if native := row["to_fp32"].get("fp16_native"):
-                text = f"{row['step_ms']['fp16_native']:.1f} ms with torch's own CPU half kernels (`numerics.cpu_fp16=native`)"
-                rows.append((f"one step, {row['model']}, FP16 native", text, f"{native:.2f}", "", ""))
-    if start := load("startup"):
-        places.append(("startup", start["about"]))
-        text = f"{start['wall_s']['mprun']:.1f} s against {start['wall_s']['plain']:.1f} s of a plain script"
-        rows.append(("process start to first step", text, *verdict(start["ratio"], start)))
-    if phase := load("optimizer_phase"):
-        places.append(("optimizer_phase", phase["about"]))
-        own, plain = phase["rows"]["mprun"], phase["rows"]["plain"]
-        text = (
-            f"unscale, clip, AdamW, EMA on {phase['parameters'] / 1e6:.1f} M parameters: "
-            f"{own['total_ms']:.1f} ms against {plain['total_ms']:.1f} ms with torch's parts"
-        )
-        rows.append(("after backward", text, *verdict(own["to_plain"], phase)))
-    if not rows:
-        return NOT_MEASURED.format(command="python bench/step_ratio.py --json")
-    table = markdown_table(("what", "median", "ratio", "target", ""), rows, right=[2, 3])
-    texts: dict[str, list[str]] = {}
-    for bench, about in places:
-        texts.setdefault(about_text(about), []).append(f"`bench/{bench}.py`")
-    return "\n\n".join([table, *(f"Measured by {', '.join(names)}: {text}." for text, names in texts.items())])
-
-
-def verdict(ratio: float, content: dict[str, Any]) -> tuple[str, str, str]:
-    """A ratio, the bench's target, and whether it is met."""
-    return f"{ratio:.2f}", f"≤ {content['target']}", "met" if ratio <= content["target"] else "**missed**"
 
 
 def yaml_expect(cell_name: str) -> str:

@@ -154,13 +154,6 @@ def test_the_contestants_of_the_optimizer_phase_agree(bench):
 
 
 @pytest.mark.slow
-def test_step_ratio_reads_real_runs(bench):
-    times = bench("step_ratio").measure("mlp", ["fp32", "fp16_dynamic"], rounds=1, steps=8)
-    assert times.keys() == {"fp32", "fp16_dynamic"}
-    assert all(len(values) == 1 and 0 < values[0] < 1e4 for values in times.values())
-
-
-@pytest.mark.slow
 def test_startup_finds_the_first_step(bench):
     startup = bench("startup")
     for name in ("mprun", "plain"):

@@ -1,0 +1,118 @@
+"""What the benches of speed, growth and memory measured, as text for the README (briefly) and for ``docs/performance.md``.
+
+Every one of them writes a list ``table`` into its results: what, measured, ratio, target, met.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common import ROOT, about_text, load
+from lab_tables import table
+
+# Bench -> what its rows are about. In this order they are shown.
+BENCHES = {
+    "step_overhead": "The training step",
+    "fp16_models": "Half precision on the CPU",
+    "optimizer_phase": "What follows backward",
+    "startup": "Start-up",
+    "data_wait": "Waiting for data",
+    "growth": "Growth",
+    "memory_peak": "Memory",
+    "probe_cost": "The probe",
+    "gpu": "On a GPU",
+}
+HEADS = ("what", "measured", "ratio", "target", "")
+FEW = 3  # rows of a bench that the README shows in full
+
+
+def markdown_speed() -> str:
+    """The README's table: of each bench its rows, or where they are many the worst of them."""
+    rows: list[tuple[str, ...]] = []
+    places: dict[str, list[str]] = {}
+    for bench in BENCHES:
+        content = load(bench)
+        if content is None or not content.get("table"):
+            continue
+        places.setdefault(about_text(content["about"]), []).append(f"`bench/{bench}.py`")
+        entries = content["table"]
+        if len(entries) <= FEW:
+            rows += [line(entry) for entry in entries]
+            continue
+        met = sum(entry["met"] for entry in entries)
+        what, *rest = line(max(entries, key=closeness))
+        rows.append((f"{what} (worst of {len(entries)}, {met} met)", *rest))
+    if not rows:
+        return "Not measured yet: `python bench/step_overhead.py --json`."
+    return "\n\n".join([table(HEADS, rows, right=[2, 3]), *measured_by(places)])
+
+
+def markdown_targets() -> str:
+    """Every row of every bench, bench by bench, and a plot for each axis of growth."""
+    parts = []
+    for bench, title in BENCHES.items():
+        content = load(bench)
+        if content is None or not content.get("table"):
+            continue
+        parts.append(f"### {title}")
+        parts.append(table(HEADS, [line(entry) for entry in content["table"]], right=[2, 3]))
+        if bench == "step_overhead":
+            parts.append(peers(content))
+        if bench == "growth":
+            pictures = sorted((ROOT / "bench" / "results").glob("growth_*.png"))
+            parts += [f"![{p.stem.removeprefix('growth_')}](../bench/results/{p.name})" for p in pictures]
+        parts += measured_by({about_text(content["about"]): [f"`bench/{bench}.py`"]})
+    return "\n\n".join(parts) or "Not measured yet."
+
+
+def peers(content: dict[str, Any]) -> str:
+    """How long a step takes here over how long it takes elsewhere, case by case."""
+    names = list(dict.fromkeys(name for row in content["rows"] for name in row["peers"]))
+    rows = []
+    for row in content["rows"]:
+        found = [row["peers"].get(name) for name in names]
+        cells = [
+            "" if peer is None else f"{peer['ratio_mprun_to_peer']:.2f}{'' if peer['comparable'] else ' *'}"
+            for peer in found
+        ]
+        case = f"{row['model']}, `{row['precision']}`, {row['accumulate']}"
+        native = f"{row['ratio_to_torch']:.2f}" if "ratio_to_torch" in row else ""
+        rows.append((case, f"{row['step_ms']:.1f}", f"{row['ratio_to_plain']:.3f}", *cells, native))
+    heads = (
+        "model, `precision=`, micro-batches",
+        "ms",
+        "to a loop by hand",
+        *(f"to {name}" for name in names),
+        "to torch's FP16 kernels",
+    )
+    notes = {
+        f"{name}: {peer['note']}"
+        for row in content["rows"]
+        for name, peer in row["peers"].items()
+        if peer["note"] and not peer["comparable"]
+    }
+    star = [f"\\* not comparable: {'; '.join(sorted(notes))}."] if notes else []
+    return "\n\n".join([table(heads, rows, right=range(1, len(heads))), *star])
+
+
+def line(entry: dict[str, Any]) -> tuple[str, ...]:
+    """A row of a table, in words."""
+    bound = "≥" if entry.get("at_least") else "≤"
+    verdict = "met" if entry["met"] else "**missed**"
+    return entry["what"], entry["measured"], number(entry["ratio"]), f"{bound} {entry['target']:g}", verdict
+
+
+def number(ratio: float) -> str:
+    """Three significant digits; small ones as they are."""
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.4f}"
+
+
+def closeness(entry: dict[str, Any]) -> float:
+    """How near to its target a row is, or how far beyond it."""
+    ratio, target = float(entry["ratio"]), float(entry["target"])
+    return target / ratio if entry.get("at_least") else ratio / target
+
+
+def measured_by(places: dict[str, list[str]]) -> list[str]:
+    """Where and when, one sentence for each place."""
+    return [f"Measured by {', '.join(names)}: {place}." for place, names in places.items()]
