@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from mprun.errors import PrecisionError
 from mprun.precision import cpu_half
 from mprun.precision.cpu_half import ATTENTION, PRODUCTS, cpu_half_kernels, resolve
+from mprun.precision.workspace import cpu_workspace
 
 HALF, BF16 = torch.float16, torch.bfloat16
 INF = float("inf")
@@ -275,6 +276,22 @@ def test_each_dtype_is_a_separate_choice() -> None:
             assert torch.equal(gradient(HALF), native[HALF]) is not half
             assert torch.equal(gradient(BF16), native[BF16]) is not bf16
             assert installed("mm") is half
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(511, 64), (512, 64), (64, 512), (2000, 16), (2048, 16)])
+def test_bf16_attention_is_widened_where_its_head_is_small(tokens: int, width: int) -> None:
+    tensors = inputs(*[(1, 1, tokens, width)] * 3, dtype=BF16)
+    native = with_gradients(attention("causal", BF16), tensors)
+    with cpu_half_kernels(half=False, bf16=True):
+        ours = with_gradients(attention("causal", BF16), tensors)
+    assert torch.equal(ours[0], native[0])  # the forward pass is torch's
+    widened = tokens * width < 2**15
+    assert all(torch.equal(a, b) for a, b in zip(ours, native, strict=True)) is not widened
+    operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    _, logsumexp = operation(*tensors, 0.0, True)
+    given = (ours[0], *tensors, ours[0], logsumexp, 0.0, True)
+    held = cpu_workspace(f"{operation.__name__}_backward", given, ours[1:], fast_half=False)
+    assert (held > 0) is widened  # what is not widened holds no FP32 copies
 
 
 @pytest.mark.parametrize(

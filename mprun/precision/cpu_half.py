@@ -19,7 +19,8 @@ range). The FP32 sum knows on which side it is, so overflow appears where IEEE r
 
 Attention. Scores and probabilities stay FP32 inside the kernel; the results are rounded once. A GPU also rounds the
 probabilities before they meet V. BF16 kernels are fast natively, all but one: the backward pass of CPU flash attention
-takes 3 to 10 times as long as in FP32 for short sequences (at 512 tokens they are even). ``bf16`` widens that one.
+takes 3 to 10 times as long as in FP32 for short sequences. At 512 tokens of width 64 they are even, at 1024 BF16 is a
+quarter quicker. ``bf16`` widens that one, below ``SMALL_HEAD``.
 
 BF16 convolutions. The native weight gradient reads memory that nobody wrote where a kernel tap meets nothing but padding
 (3x3, stride 2, padding 1 on one pixel), and in volumes shorter than the kernel. FP32 is right there. ``bf16`` widens
@@ -74,6 +75,9 @@ ATTENTION: dict[str, tuple[int, tuple[torch.dtype, ...]]] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": (3, (torch.float16, torch.bfloat16)),
 }
 
+# BF16's backward pass of attention is slow where tokens times width of a head are fewer than this.
+SMALL_HEAD = 2**15
+
 
 def resolve(setting: str, *, device_type: str, compute_dtype: torch.dtype | None) -> str:
     """Say which FP16 kernels a run will really use.
@@ -119,7 +123,8 @@ def cpu_half_kernels(*, half: bool, bf16: bool) -> Iterator[None]:
 
     Args:
         half: FP16 products, convolutions and attention.
-        bf16: The backward pass of flash attention for BF16 inputs, and of convolutions with a tap that meets padding only.
+        bf16: The backward pass of flash attention for small heads of BF16, and of convolutions with a tap that meets padding
+            only.
 
     Raises:
         PrecisionError: If torch lacks a hook, or if its FP32 kernels are allowed to multiply in BF16.
@@ -311,7 +316,8 @@ def _writes_self(operation: Any, under: Any) -> Kernel:
 def _attention(operation: Any, under: Any, rounded: int, dtypes: tuple[torch.dtype, ...]) -> Kernel:
     def kernel(keys: Any, first: Tensor, *rest: Any, **options: Any) -> Any:
         below, dtype = keys & under, first.dtype
-        if dtype not in dtypes or not _users[dtype] or not keys.has(torch._C.DispatchKey.CPU):
+        wanted = dtype in dtypes and _users[dtype] and keys.has(torch._C.DispatchKey.CPU)
+        if not wanted or (dtype is torch.bfloat16 and not small_head(rest[1])):  # of output gradient, query, key, ...
             return operation.redispatch(below, first, *rest, **options)
 
         def widen(value: Any) -> Any:  # logsumexp and an FP32 mask are FP32 already
@@ -321,3 +327,8 @@ def _attention(operation: Any, under: Any, rounded: int, dtypes: tuple[torch.dty
         return tuple(part.to(dtype) if i < rounded else part for i, part in enumerate(result))
 
     return kernel
+
+
+def small_head(key: Tensor) -> bool:
+    """Whether BF16's backward pass of attention over ``key`` (..., tokens, width) takes longer than FP32's with the casts."""
+    return key.shape[-2] * key.shape[-1] < SMALL_HEAD

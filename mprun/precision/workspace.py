@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun.precision.cpu_half import ATTENTION, PRODUCTS
+from mprun.precision.cpu_half import ATTENTION, PRODUCTS, small_head
 
 _FORWARD, _BACKWARD = "convolution", "convolution_backward"
 
@@ -41,7 +41,7 @@ def cpu_workspace(name: str, args: Sequence[Any], out: Any, *, fast_half: bool) 
     given = [arg for arg in args if isinstance(arg, Tensor)]
     made = [part for part in (out if isinstance(out, tuple | list) else (out,)) if isinstance(part, Tensor)][:rounded]
     dtype = given[0].dtype
-    widened = dtype in dtypes and (fast_half or dtype != torch.float16)
+    widened = dtype in dtypes and (fast_half if dtype == torch.float16 else small_head(given[2]))
     inner = 0
     if name in (_FORWARD, _BACKWARD):
         source, weight, result = (given[0], given[1], made[0]) if name == _FORWARD else (given[1], given[2], given[0])
