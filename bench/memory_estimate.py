@@ -7,7 +7,7 @@
                  shapes, and summed over the real tensors of one forward pass
 * ``allocated``  how far memory grows within a step beyond what exists before: predicted, and every allocation and release
                  that torch's CPU allocator reports, added up. It sees what kernels take for themselves, too: the FP32 copies
-                 of the CPU's half kernels and reordered weights of convolutions, which a prediction leaves out.
+                 of the CPU's half kernels and reordered tensors of convolutions, which a prediction works out from shapes.
 
 The last rows are the question that the estimate is for: ResNet-50 at batch 256 and 224 x 224. Each is a command in a process of
 its own, with the seconds that it took from start to end, and the processor seconds of these.
