@@ -29,6 +29,7 @@ from torch import Tensor
 
 from mprun.config import Config
 from mprun.training.build import build, switches
+from mprun.training.heap import freed_memory_kept
 from mprun.training.state import TrainState
 from mprun.training.step import train_step
 
@@ -101,17 +102,18 @@ def contestant(words: Sequence[str]) -> Contestant:
 def measure(case: str, names: Sequence[str], *, rounds: int, steps: int) -> dict[str, Any]:
     """One row: parameters, median step and ratio to ``fp32`` of every contestant, and fp16 over native."""
     contestants = {name: contestant([*CASES[case], *CONTESTANTS[name]]) for name in names}
-    for name, each in contestants.items():
-        progress(f"{case} warm-up {name}")
-        each.steps(1 if name == "native" else WARM_UP)
     times: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
+    with freed_memory_kept():  # from round to round too, as in one long run
         for name, each in contestants.items():
-            native = name == "native"
-            if native and number % NATIVE_EVERY:
-                continue
-            progress(f"{case} round {number + 1}/{rounds} {name}")
-            times[name].append(statistics.median(each.steps(1 if native else steps)))
+            progress(f"{case} warm-up {name}")
+            each.steps(1 if name == "native" else WARM_UP)
+        for number in range(rounds):
+            for name, each in contestants.items():
+                native = name == "native"
+                if native and number % NATIVE_EVERY:
+                    continue
+                progress(f"{case} round {number + 1}/{rounds} {name}")
+                times[name].append(statistics.median(each.steps(1 if native else steps)))
     progress("")
     row: dict[str, Any] = {
         "case": case,
