@@ -215,6 +215,7 @@ def build_state(config: Config, model: nn.Module, schedule: Schedule, device: to
     if config.model.activation_checkpointing:
         apply_checkpointing(model)
     weights = Masters(model, truths)
+    del truths  # the masters are copies
     weights.write_back()
     optimizer = build_optimizer(config.optimizer, weights, device)
     state = TrainState(
