@@ -24,7 +24,9 @@ from torch.utils.checkpoint import checkpoint
 
 from mprun.errors import PrecisionError
 from mprun.precision import cpu_half
-from mprun.precision.cpu_half import ATTENTION, PRODUCTS, cpu_half_kernels, resolve
+from mprun.precision import cpu_half_kernels as kernels_module
+from mprun.precision.cpu_half import cpu_half_kernels, resolve
+from mprun.precision.cpu_half_kernels import ATTENTION, PRODUCTS
 from mprun.precision.workspace import cpu_workspace
 
 HALF, BF16 = torch.float16, torch.bfloat16
@@ -370,7 +372,7 @@ def test_taps_in_the_padding_are_the_ones_without_gradient(
     y = torch.convolution(x, w, None, [s], [p], [d], transposed, [0], 1)
     y.sum().backward()
     assert w.grad is not None
-    found = cpu_half._gradient_reads_past_input(y, x, w, [s], [p], [d], transposed)
+    found = kernels_module._gradient_reads_past_input(y, x, w, [s], [p], [d], transposed)
     assert found == bool((w.grad == 0).any())
 
 
@@ -719,7 +721,7 @@ def test_resolve(
     expected: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cpu_half, "_torch_has_half_arithmetic", lambda: arithmetic)
+    monkeypatch.setattr(cpu_half, "torch_has_half_arithmetic", lambda: arithmetic)
     assert resolve(setting, device_type=device, compute_dtype=dtype) == expected
 
 

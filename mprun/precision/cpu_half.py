@@ -43,40 +43,24 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from mprun.errors import PrecisionError
-
-Kernel: TypeAlias = Callable[..., Any]
-Result: TypeAlias = Literal["new", "out", "self"]  # a new tensor, the argument `out`, or the first argument in place
+from mprun.precision.cpu_half_kernels import (
+    ATTENTION,
+    BACKWARD,
+    PRODUCTS,
+    kernels_of,
+    operation,
+    torch_has_half_arithmetic,
+    users,
+)
 
 SETTINGS = ("auto", "fast", "native")
-
-# Every matrix product and convolution with a slow half kernel on the CPU. `linear` arrives as `addmm` or `mm`, a
-# convolution of any rank, grouped or transposed, as `convolution`. Compiled code uses the `.out` forms.
-_BY_RESULT: dict[Result, str] = {
-    "new": "mm addmm bmm baddbmm _addmm_activation convolution convolution_backward",
-    "out": "mm.out addmm.out bmm.out baddbmm.out _addmm_activation.out",
-    "self": "addmm_ baddbmm_",
-}
-PRODUCTS: dict[str, Result] = {name: result for result, names in _BY_RESULT.items() for name in names.split()}
-
-BACKWARD = "convolution_backward"  # the one product that BF16 needs as well
-
-# Operation -> how many of its leading results are rounded, and for which dtypes it is slow. The logsumexp of the forward
-# pass stays FP32.
-ATTENTION: dict[str, tuple[int, tuple[torch.dtype, ...]]] = {
-    "_scaled_dot_product_flash_attention_for_cpu": (1, (torch.float16,)),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": (3, (torch.float16, torch.bfloat16)),
-}
-
-# BF16's backward pass of attention is slow where tokens times width of a head are fewer than this.
-SMALL_HEAD = 2**15
 
 
 def resolve(setting: str, *, device_type: str, compute_dtype: torch.dtype | None) -> str:
@@ -102,16 +86,8 @@ def resolve(setting: str, *, device_type: str, compute_dtype: torch.dtype | None
     if device_type != "cpu" or compute_dtype is not torch.float16:
         return "none"
     if setting == "auto":
-        return "native" if _torch_has_half_arithmetic() else "fast"
+        return "native" if torch_has_half_arithmetic() else "fast"
     return setting
-
-
-def _torch_has_half_arithmetic() -> bool:
-    """Whether torch computes half products natively on this processor. A build without oneDNN does not."""
-    try:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    except (AttributeError, RuntimeError):
-        return False
 
 
 @contextmanager
@@ -155,17 +131,16 @@ def _refuse_bf16_inside_fp32() -> None:
 # --- installing -------------------------------------------------------------------------------------------------------
 
 _lock = threading.Lock()
-_users: dict[torch.dtype, int] = {torch.float16: 0, torch.bfloat16: 0}
 _libraries: dict[str, Any] = {}
 
 
 def _change(dtypes: list[torch.dtype], by: int) -> None:
-    """Count users per dtype, then install or remove what that asks for. Installed kernels read ``_users``."""
+    """Count users per dtype, then install or remove what that asks for. Installed kernels read ``users``."""
     with _lock:
         for dtype in dtypes:
-            _users[dtype] += by
-        used = any(_users.values())
-        wanted = {"attention": used, BACKWARD: used, "products": _users[torch.float16] > 0}
+            users[dtype] += by
+        used = any(users.values())
+        wanted = {"attention": used, BACKWARD: used, "products": users[torch.float16] > 0}
         for group, on in wanted.items():
             if on and group not in _libraries:
                 _libraries[group] = _install(group)
@@ -174,23 +149,10 @@ def _change(dtypes: list[torch.dtype], by: int) -> None:
 
 
 def _install(group: str) -> Any:
-    under = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-    if group == "attention":
-        kernels = {name: _attention(_operation(name), under, *how) for name, how in ATTENTION.items()}
-    elif group == BACKWARD:
-        kernels = {BACKWARD: _convolution_backward(_operation(BACKWARD), under)}
-    else:
-        forms = {"new": _returns_new, "out": _writes_out, "self": _writes_self}
-        kernels = {name: forms[how](_operation(name), under) for name, how in PRODUCTS.items() if name != BACKWARD}
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    for name, kernel in kernels.items():
+    for name, kernel in kernels_of(group).items():
         library.impl(name, kernel, "BackendSelect", with_keyset=True)
     return library
-
-
-def _operation(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
 
 
 def _check_hooks() -> None:
@@ -201,7 +163,7 @@ def _check_hooks() -> None:
         "OpOverload.redispatch": hasattr(torch._ops.OpOverload, "redispatch"),
         "the dispatch key BackendSelect": hasattr(torch._C.DispatchKey, "BackendSelect"),
         "torch._C._dispatch_keyset_full_after": hasattr(torch._C, "_dispatch_keyset_full_after"),
-        **{f"the operation aten::{name}": _operation(name) is not None for name in (*PRODUCTS, *ATTENTION)},
+        **{f"the operation aten::{name}": operation(name) is not None for name in (*PRODUCTS, *ATTENTION)},
     }
     missing = [hook for hook, there in present.items() if not there]
     if missing:
@@ -209,126 +171,3 @@ def _check_hooks() -> None:
             f"numerics.cpu_fp16=fast needs {missing[0]}, which torch {torch.__version__} lacks; "
             "numerics.cpu_fp16=native works without it (slowly)"
         )
-
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
-#
-# `keys` is the dispatcher's key set of the call; `keys & under` makes `redispatch` go to the kernel that would have run.
-# Nothing in here is recorded by autograd. Mixed dtypes go on unchanged as well: torch has the right error for them.
-
-
-def _widen(keys: Any, values: tuple[Any, ...]) -> list[Any] | None:
-    """FP16 tensors among ``values`` as FP32, or None unless this is a dense CPU call with FP16 tensors only."""
-    if not keys.has(torch._C.DispatchKey.CPU):
-        return None
-    wide = []
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.dtype is not torch.float16:
-                return None
-            value = value.float()
-        wide.append(value)
-    return wide
-
-
-def _returns_new(operation: Any, under: Any) -> Kernel:
-    # Compiled code asserts the strides that torch predicts for half: its reference loops for volumes know no channels-last.
-    plain_volumes = not _torch_has_half_arithmetic()
-
-    def narrow(value: Tensor) -> Tensor:
-        half = value.half()
-        return half.contiguous() if plain_volumes and half.dim() == 5 else half
-
-    def kernel(keys: Any, first: Tensor, *rest: Any, **options: Any) -> Any:
-        below = keys & under
-        if first.dtype is not torch.float16 or (wide := _widen(keys, rest)) is None:
-            return operation.redispatch(below, first, *rest, **options)
-        result = operation.redispatch(below, first.float(), *wide, **options)
-        if isinstance(result, Tensor):
-            return narrow(result)
-        return tuple(part if part is None else narrow(part) for part in result)  # None: a gradient nobody asked for
-
-    return kernel
-
-
-def _convolution_backward(operation: Any, under: Any) -> Kernel:
-    half, bf16 = _returns_new(operation, under), torch.bfloat16
-
-    def kernel(keys: Any, *arguments: Any) -> Any:
-        tensors, rest = arguments[:3], arguments[3:]  # output gradient, input, weight
-        if tensors[0].dtype is torch.float16 and _users[torch.float16]:
-            return half(keys, *arguments)
-        affected = _users[bf16] and keys.has(torch._C.DispatchKey.CPU) and all(t.dtype is bf16 for t in tensors)
-        if not (affected and rest[-1][1] and _gradient_reads_past_input(*tensors, *rest[1:5])):
-            return operation.redispatch(keys & under, *arguments)
-        result = operation.redispatch(keys & under, *(t.float() for t in tensors), *rest)
-        return tuple(part if part is None else part.to(bf16) for part in result)
-
-    return kernel
-
-
-def _gradient_reads_past_input(
-    gradient: Tensor, x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, transposed: bool
-) -> bool:
-    """Whether on some axis a tap is outside the input at every position; in volumes, also whether a kernel is longer."""
-    source, positions = (gradient, x) if transposed else (x, gradient)
-    rank = weight.dim() - 2
-    for axis in range(rank):
-        step, pad, gap = (values[axis if len(values) > 1 else 0] for values in (stride, padding, dilation))
-        if rank == 3 and (weight.shape[axis + 2] - 1) * gap >= source.shape[axis + 2]:
-            return True
-        for offset in range(-pad, weight.shape[axis + 2] * gap - pad, gap):
-            first = max(0, -(offset // step))  # the first position at which the tap is not left of the input
-            if first >= positions.shape[axis + 2] or first * step + offset >= source.shape[axis + 2]:
-                return True
-    return False
-
-
-def _writes_out(operation: Any, under: Any) -> Kernel:
-    def kernel(keys: Any, first: Tensor, *rest: Any, out: Tensor, **options: Any) -> Any:
-        below = keys & under
-        half = first.dtype is torch.float16 and out.dtype is torch.float16
-        if not half or (wide := _widen(keys, rest)) is None:
-            return operation.redispatch(below, first, *rest, out=out, **options)
-        result = first.new_empty(0, dtype=torch.float32)
-        operation.redispatch(below, first.float(), *wide, out=result, **options)
-        if out.shape != result.shape:
-            if out.numel():  # deprecated: torch's kernel resizes it, and warns
-                return operation.redispatch(below, first, *rest, out=out, **options)
-            out.resize_(result.shape)
-        return out.copy_(result)
-
-    return kernel
-
-
-def _writes_self(operation: Any, under: Any) -> Kernel:
-    def kernel(keys: Any, target: Tensor, *rest: Any, **options: Any) -> Any:
-        below = keys & under
-        if target.dtype is not torch.float16 or (wide := _widen(keys, rest)) is None:
-            return operation.redispatch(below, target, *rest, **options)
-        result = target.float()  # a copy, which the FP32 kernel overwrites
-        operation.redispatch(below, result, *wide, **options)
-        return target.copy_(result)
-
-    return kernel
-
-
-def _attention(operation: Any, under: Any, rounded: int, dtypes: tuple[torch.dtype, ...]) -> Kernel:
-    def kernel(keys: Any, first: Tensor, *rest: Any, **options: Any) -> Any:
-        below, dtype = keys & under, first.dtype
-        wanted = dtype in dtypes and _users[dtype] and keys.has(torch._C.DispatchKey.CPU)
-        if not wanted or (dtype is torch.bfloat16 and not small_head(rest[1])):  # of output gradient, query, key, ...
-            return operation.redispatch(below, first, *rest, **options)
-
-        def widen(value: Any) -> Any:  # logsumexp and an FP32 mask are FP32 already
-            return value.float() if isinstance(value, Tensor) and value.dtype is dtype else value
-
-        result = operation.redispatch(below, *map(widen, (first, *rest)), **{k: widen(v) for k, v in options.items()})
-        return tuple(part.to(dtype) if i < rounded else part for i, part in enumerate(result))
-
-    return kernel
-
-
-def small_head(key: Tensor) -> bool:
-    """Whether BF16's backward pass of attention over ``key`` (..., tokens, width) takes longer than FP32's with the casts."""
-    return key.shape[-2] * key.shape[-1] < SMALL_HEAD

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun.precision.cpu_half import ATTENTION, PRODUCTS, small_head
+from mprun.precision.cpu_half_kernels import ATTENTION, PRODUCTS, small_head
 
 _FORWARD, _BACKWARD = "convolution", "convolution_backward"
 
