@@ -269,8 +269,10 @@ def cuda_list() -> Iterator[None]:
 
 
 def test_the_table_is_cudas_list() -> None:
-    assert not LISTED - POLICY.keys()
-    assert "unknown" not in plan().values()
+    # Older ones list named tensors, too, for which there is an error that says so.
+    named = {name for name in LISTED if "dimname" in name.lower() or ".names_" in name}
+    assert not LISTED - named - POLICY.keys()
+    assert {name for name, policy in plan().items() if policy == "unknown"} == named
     assert not STAND_INS.keys() & POLICY.keys()
     if torch.__version__ >= "2.14":  # the torch that the table was written for; older ones list a little less
         assert set(POLICY) == LISTED
