@@ -91,3 +91,19 @@ def test_other_libraries_are_left_alone(why: str, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr("ctypes.CDLL", lambda name: Other())
     with freed_memory_kept() as kept:
         assert not kept
+
+
+@glibc
+def test_a_run_on_the_cpu_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from mprun.compose import compose
+    from mprun.training import heap
+    from mprun.training.build import switches
+
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
+        monkeypatch.delenv(name)
+    for precision in ("fp32", "fp16_dynamic"):
+        with switches(compose([f"precision={precision}"]).config, torch.device("cpu")):
+            assert heap._users == 1
+        assert heap._users == 0
