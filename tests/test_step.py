@@ -15,7 +15,7 @@ from torch import nn
 from mprun.errors import ConfigError
 from mprun.numerics.faults import Fault, inject
 from mprun.training.result import APPLIED, EMPTY, NONFINITE_LOSS, OVERFLOW
-from mprun.training.step import accumulate, eval_step, gradient_norm, train_step
+from mprun.training.step import accumulate, eval_step, gradient_norm, nonfinite, train_step
 from tests.conftest import BF16, FP16, REGRESSION, SGD, batch, toy, toy_batch
 
 MASTER_ = {"precision.name": "m", "precision.mode": "master", "precision.param_dtype": "float16", "precision.compute_dtype": "float16",
@@ -275,6 +275,16 @@ def test_no_gradient_at_all_is_an_error(make_state):
         train_step(state, [toy_batch(1.0)])
 
 
+@pytest.mark.parametrize("keys", [{}, FP16], ids=["fp32", "fp16"])
+def test_sparse_gradients_are_refused_by_name_in_a_window_of_several_micro_batches(make_state, keys):
+    """Between micro-batches there is then no gradient to look at."""
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Flatten())
+    state = make_state(model, **keys, **{"optimizer.name": "sgd"})
+    window = [batch(torch.tensor([[1], [2]]), torch.tensor([0, 1])) for _ in range(2)]
+    with pytest.raises(ConfigError, match=r"gradient of 0\.weight is sparse"):
+        train_step(state, window)
+
+
 def test_parameter_without_gradient_is_left_alone(make_state):
     class Half(nn.Module):
         def __init__(self) -> None:
@@ -414,3 +424,15 @@ def test_the_norm_of_half_gradients_is_summed_in_float32(make_state):
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx(3000 * 1000**0.5, rel=1e-6)
     assert not bad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@given(n=st.integers(1, 200), data=st.data())
+def test_one_nonfinite_number_is_found_wherever_it_stands_and_the_largest_is_finite(dtype, value, n, data):
+    start, largest = torch.zeros((), dtype=torch.bool), torch.finfo(dtype).max
+    values = torch.full((n, 2), largest, dtype=dtype)
+    values[::2] = -largest
+    assert not nonfinite({"inputs": [values, torch.arange(3), values[:0]]}, start=start)
+    values[data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, 1))] = value
+    assert nonfinite({"inputs": [values.T]}, start=start)

@@ -15,7 +15,6 @@ kernel, which needs one answer a step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -145,7 +144,8 @@ def accumulate(state: TrainState, window: Sequence[Batch], *, watch: bool = Fals
 def _lost(state: TrainState) -> Tensor:
     """Whether a gradient that was added up so far is non-finite: 0-D bool."""
     grads = [grad for p in state.params if (grad := p.grad) is not None and grad.layout is torch.strided]
-    return ~total_norm(grads).isfinite()
+    # Where there is none, the end of the window says why that cannot be.
+    return ~total_norm(grads).isfinite() if grads else torch.zeros_like(state.applied, dtype=torch.bool)
 
 
 def nonfinite(value: Any, *, start: Tensor) -> Tensor:
@@ -154,9 +154,9 @@ def nonfinite(value: Any, *, start: Tensor) -> Tensor:
 
     def look(t: Tensor) -> None:
         if t.is_floating_point() and t.numel():
-            found.append(
-                ~torch.linalg.vector_norm(t, math.inf).isfinite()
-            )  # the largest magnitude; NaN if there is one
+            # Both are NaN if there is one. On the CPU a tenth of the time of isfinite().all(), which makes five tensors.
+            low, high = t.aminmax()
+            found.append(~(low.isfinite() & high.isfinite()))
 
     map_tensors(value, look)
     return reduce(torch.logical_or, found)
@@ -227,7 +227,11 @@ def gradient_norm(state: TrainState, grads: Sequence[Tensor]) -> tuple[Tensor, T
 
 
 def total_norm(grads: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all elements of ``grads``, float32, 0-D: ``torch.nn.utils.get_total_norm`` for one device and dtype."""
+    """The 2-norm of all elements of ``grads``, float32, 0-D: ``torch.nn.utils.get_total_norm`` on one device.
+
+    Args:
+        grads: at least one, dense; half ones are widened first, complex ones taken as pairs.
+    """
     wide = [grad if grad.dtype is torch.float32 else _wide(grad) for grad in grads]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(wide)))
     return norm
