@@ -234,15 +234,11 @@ def processor_s(pid: int) -> float:
 
 def compare_imports() -> None:
     """Print the top-level packages by import time, for both, and mprun's own modules."""
-    tables = {name: import_times(name) for name in ("fp16_dynamic", "plain")}
+    mprun, plain = import_times("fp16_dynamic"), import_times("plain")
     print(f"{'package':<28}{'mprun ms':>10}{'plain ms':>10}")
-    names = sorted(
-        tables["fp16_dynamic"].keys() | tables["plain"].keys(), key=lambda n: -tables["fp16_dynamic"].get(n, 0)
-    )
-    for package in names[:25]:
-        print(f"{package:<28}{tables['mprun'].get(package, 0):>10.0f}{tables['plain'].get(package, 0):>10.0f}")
-    total = {name: sum(table.values()) for name, table in tables.items()}
-    print(f"{'all':<28}{total['mprun']:>10.0f}{total['plain']:>10.0f}")
+    for package in sorted(mprun.keys() | plain.keys(), key=lambda name: -mprun.get(name, 0))[:25]:
+        print(f"{package:<28}{mprun.get(package, 0):>10.0f}{plain.get(package, 0):>10.0f}")
+    print(f"{'all':<28}{sum(mprun.values()):>10.0f}{sum(plain.values()):>10.0f}")
 
 
 def import_times(name: str) -> dict[str, float]:

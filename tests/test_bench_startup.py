@@ -74,6 +74,16 @@ def test_import_lines_are_read(bench):
     assert bench("startup_commands").import_lines(text) == [("torch.nn", 0.25)]
 
 
+def test_imports_of_both_are_listed_side_by_side(bench, monkeypatch, capsys):
+    startup = bench("startup")
+    own = {"fp16_dynamic": {"torch": 900.0, "hydra": 80.0}, "plain": {"torch": 910.0, "gzip": 1.0}}
+    monkeypatch.setattr(startup, "import_times", own.__getitem__)
+    startup.compare_imports()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert rows[0] == ["torch", "900", "910"] and rows[-1] == ["all", "980", "911"]
+    assert ["hydra", "80", "0"] in rows and ["gzip", "0", "1"] in rows
+
+
 def test_the_plain_script_that_is_judged_against_is_the_other_one_without_wandb(bench, tmp_path):
     startup = bench("startup")
     judged, typed = (startup.words_of(name, tmp_path / "m") for name in ("plain", "plain_wandb"))
