@@ -74,3 +74,26 @@ def test_a_deletion_is_refused_before_a_checkpoint_is_written(make_state, name):
     delattr(state.model.get_submodule(path), attribute)
     with pytest.raises(ConfigError, match=r"removes the parameter 2\.1\.weight"):
         state.refuse_changed()
+
+
+@pytest.mark.parametrize("registers", [False, True])
+def test_a_buffer_that_a_lost_window_deleted_comes_back_also_if_something_was_registered_meanwhile(
+    make_state, registers
+):
+    class Forgets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = nn.Identity()
+            self.seen.register_buffer("count", torch.ones(2))
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            del self.seen.count
+            if registers:
+                nn.Linear(1, 1)
+            return self.layer(x) * 1e30
+
+    state = make_state(Forgets(), **FP16)
+    train_step(state, [batch(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))])
+    assert not state.applied
+    assert torch.equal(state.model.seen.count, torch.ones(2))

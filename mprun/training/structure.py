@@ -45,7 +45,7 @@ class Structure:
         self._holders: Modules = []
 
     def holders(self) -> Modules:
-        """Modules with parameters, buffers or extra state, with their dotted paths, in the order of ``named_modules``."""
+        """Modules that have (or had) parameters, buffers or extra state, with their paths, in the order of ``named_modules``."""
         if self._seen != _Registrations.count:
             self.look()
         return self._holders
@@ -53,9 +53,11 @@ class Structure:
     def look(self) -> Modules:
         """:meth:`holders`, looked up now."""
         self._seen = _Registrations.count
+        # One that holds nothing any more is kept: a window that is lost gives its buffers back.
+        before = {module for _, module in self._holders}
         self._holders = [
             (path, module)
             for path, module in walk(self.model)
-            if module._parameters or module._buffers or has_extra_state(module)
+            if module._parameters or module._buffers or module in before or has_extra_state(module)
         ]
         return self._holders
