@@ -139,6 +139,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             "ratio": ratio,
             "target": target,
             "met": ratio >= target if at_least else ratio <= target,
+            "at_least": at_least,
         })  # fmt: skip
 
     for row in rows:

@@ -31,7 +31,7 @@ import common
 import growth_files
 import growth_steps
 import torch
-from growth_fit import LINEAR, OVER, Row, Series, draw, measure, save_plot, worst
+from growth_fit import FLAT, LINEAR, OVER, Row, Series, draw, measure, save_plot, worst
 
 AXES: dict[str, tuple[str, str, Callable[[Path, bool], list[Series]]]] = {
     "parameters": ("Size of the model", "parameters", lambda _, small: growth_steps.parameters(small=small)),
@@ -104,22 +104,25 @@ def merged(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each axis and target: the cost that is steepest for it. ``ratio`` is its exponent."""
+    """A row for each axis and target: the worst cost. ``ratio`` is its exponent, or its bend where that alone misses."""
     found = []
     for axis, (title, _, _) in AXES.items():
         for most in sorted({row["most"] for row in rows if row["axis"] == axis}, reverse=True):
             held = [Row(row["axis"], row["name"], row["unit"], "", most, row["size"], row["cost"]) for row in rows
                     if row["axis"] == axis and row["most"] == most]  # fmt: skip
             steepest = worst(held)
-            what = (
-                f"{title}: exponent of {len(held)} costs, the steepest"
-                if most >= 1
-                else f"{title}: what must not grow, the steepest of {len(held)}"
-            )
+            count, ratio, target = len(held), steepest.exponent, most
+            if most <= FLAT:
+                what = f"{title}: what must not grow, the steepest of {count}"
+            elif steepest.met or steepest.exponent > most:
+                what = f"{title}: exponent of {count} costs, the steepest"
+            else:  # it is the bend that misses the target
+                what = f"{title}: the largest size over a straight line, worst of {count} costs"
+                ratio, target = steepest.over_linear, OVER
             found.append(
                 {
-                    "what": what, "measured": f"{steepest.name}, {steepest.text}", "ratio": round(steepest.exponent, 2),
-                    "target": most, "met": all(row.met for row in held),
+                    "what": what, "measured": f"{steepest.name}, {steepest.text}", "ratio": round(ratio, 2),
+                    "target": target, "met": all(row.met for row in held),
                 }
             )  # fmt: skip
     return found

@@ -107,10 +107,10 @@ def number(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.4f}"
 
 
-def closeness(entry: dict[str, Any]) -> float:
-    """How near to its target a row is, or how far beyond it."""
+def closeness(entry: dict[str, Any]) -> tuple[bool, float]:
+    """How near to its target a row is, or how far beyond it; what misses its target is always the nearer."""
     ratio, target = float(entry["ratio"]), float(entry["target"])
-    return target / ratio if entry.get("at_least") else ratio / target
+    return not entry["met"], target / ratio if entry.get("at_least") else ratio / target
 
 
 def measured_by(places: dict[str, list[str]]) -> list[str]:

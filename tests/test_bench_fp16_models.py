@@ -71,4 +71,5 @@ def test_the_table_judges_each_target(bench: Any) -> None:
     ])  # fmt: skip
     found = [(line["ratio"], line["target"], line["met"]) for line in lines]
     assert found == [(9.0, 9.0, True), (0.91, 0.9, False), (8.9, 9.0, False), (1.25, 1.25, True)]
+    assert [line["at_least"] for line in lines] == [True, False, True, False]  # the sign in the tables of the docs
     assert all("ms" in line["measured"] for line in lines)

@@ -31,7 +31,7 @@ from mprun.training import arrival
 from mprun.training.arrival import check_arrival
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
-NAMES = ("growth", "growth_fit", "growth_steps", "growth_files", "common")
+NAMES = ("growth", "growth_fit", "growth_steps", "growth_files", "speed_tables", "common")
 
 
 @pytest.fixture
@@ -90,13 +90,36 @@ def test_every_axis_runs_and_is_drawn_and_told(bench, tmp_path, monkeypatch):
     fit.save_plot(fit.draw([row for row in rows if row.axis == "batch"], "Batch size", "examples"), place)
     assert 5_000 < place.stat().st_size < 60_000
     content = growth.merged({"rows": [row.plain() for row in rows]})
-    assert [entry["target"] for entry in content["table"]] == [fit.LINEAR, fit.LINEAR, fit.FLAT]
+    assert [entry["target"] for entry in content["table"]] in (
+        [batch, recipes, fit.FLAT] for batch in (fit.LINEAR, fit.OVER) for recipes in (fit.LINEAR, fit.OVER)
+    )
     for entry in content["table"]:
         assert entry.keys() == {"what", "measured", "ratio", "target", "met"}
     # What was measured before and not now is kept.
     import_module("common").save("growth", content)
     again = growth.merged({"rows": [row.plain() for row in rows if row.axis == "batch"]})
     assert len(again["rows"]) == len(rows)
+
+
+def test_the_table_shows_the_number_that_misses_its_target(bench):
+    growth, fit = bench("growth"), bench("growth_fit")
+    bent = fit.Row("runs", "bent", "ms", "", fit.LINEAR, SIZES, [1000 + (n / 80) ** 2 for n in SIZES])
+    steep = fit.Row("runs", "steep", "ms", "", fit.LINEAR, SIZES, [n**2 for n in SIZES])
+    straight = fit.Row("runs", "straight", "ms", "", fit.LINEAR, SIZES, SIZES)
+    for rows, told in (([bent, straight], bent), ([steep, bent], steep), ([straight], straight)):
+        (entry,) = growth.table([row.plain() for row in rows])
+        assert entry["measured"].startswith(told.name)
+        assert entry["met"] is (told is straight)
+        assert (entry["ratio"] <= entry["target"]) is entry["met"]
+
+
+def test_the_readme_shows_a_missed_row_before_one_that_is_only_near(bench, monkeypatch):
+    tables = bench("speed_tables")
+    near = {"what": "near", "measured": "", "ratio": 1.09, "target": 1.1, "met": True}
+    missed = {"what": "missed", "measured": "", "ratio": 1.3, "target": 1.25, "met": False}
+    more = {"what": "more", "measured": "", "ratio": 12.0, "target": 9.0, "met": True, "at_least": True}
+    assert sorted([missed, more, near], key=tables.closeness) == [more, near, missed]
+    assert tables.line(more)[2:] == ("12.00", "≥ 9", "met")
 
 
 def test_a_long_run_of_the_bench_is_what_a_run_writes(bench, tmp_path):
