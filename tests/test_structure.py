@@ -27,6 +27,8 @@ def naive(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, m) for path, m in model.named_modules() if m._parameters or m._buffers]
 
 
+SPARE = nn.BatchNorm1d(2)  # made before, so that torch has nothing to tell
+
 CHANGES = {
     "a module is added": lambda m: m.add_module("new", nn.Linear(1, 1)),
     "a module is assigned": lambda m: setattr(m[1], "new", nn.Linear(1, 1)),
@@ -35,6 +37,10 @@ CHANGES = {
     "a module is appended": lambda m: m[2].append(nn.BatchNorm1d(2)),
     "a buffer is registered": lambda m: m[1][1].register_buffer("seen", torch.zeros(1)),
     "a transient buffer is registered": lambda m: m[2][0].register_buffer("seen", torch.zeros(1), persistent=False),
+    "a module is deleted": lambda m: m._modules.pop("again", None),
+    "a module is put in before others": lambda m: m[2].insert(0, SPARE),
+    "a module is written into the dictionary": lambda m: m._modules.update(spare=SPARE),
+    "a buffer is written into the dictionary": lambda m: m[1][1]._buffers.update(seen=torch.zeros(1)),
     "a parameter is assigned": lambda m: setattr(m[1][1], "scale", nn.Parameter(torch.ones(1))),
 }
 
@@ -63,6 +69,38 @@ def test_steps_of_an_unchanged_model_look_nothing_up(make_state, monkeypatch):
     nn.Linear(1, 1)  # anything that registers, anywhere
     train_step(state, window)
     assert len(looks) == 1
+
+
+def test_a_function_that_assigns_a_buffer_is_compiled_once():
+    """What torch tells of registrations is compiled into it; with a count in it each call would be compiled anew."""
+
+    class Averaging(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("average", torch.zeros(2))
+
+        def forward(self, x):
+            self.average = self.average * 0.5 + x
+            return x + self.average
+
+    made = []
+    model = Averaging()
+    compiled = torch.compile(model, backend=lambda graph, _: made.append(1) or graph.forward)
+    for _ in range(6):
+        compiled(torch.ones(2))
+    assert len(made) <= 2  # the first call meets the buffer that was registered, the others one that was computed
+    assert model.average.tolist() == [2 - 2**-5] * 2
+
+
+def test_a_module_that_is_dropped_leaves_the_average_too(make_state):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
+    state = make_state(model, **{"train.ema.decay": 0.9})
+    window = [batch(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))]
+    train_step(state, window)
+    del model[1]
+    train_step(state, window)
+    with state.ema.swapped_in(model):
+        assert state.ema.shadow.keys() == {"0.weight", "0.bias"}
 
 
 @pytest.mark.parametrize("name", ["2.1.weight", "2.1"])

@@ -3,14 +3,17 @@
 A step asks twice, before its forward passes and after them. Looking through all modules every time costs more than most
 other parts of a small model's step, and half of them (activations, dropout, containers) hold nothing. torch tells of every
 parameter, buffer and module that is registered or assigned, anywhere in the process; as long as it told of none, what was
-found the last time is true. It does not tell of a deletion: :meth:`Structure.look` finds those too, and is called before
-a checkpoint is written.
+found the last time is true. It does not tell of what is deleted, what is written into a module's own dictionaries
+(``ModuleList.insert`` does that) and what compiled code registers; that the dictionaries have as many entries as before is
+looked at too. :meth:`Structure.look` trusts neither, and is called before a checkpoint is written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
@@ -28,7 +31,9 @@ class _Registrations:
 
 
 def _note(*_: Any) -> None:
-    _Registrations.count += 1
+    # A compiled function that counted would depend on the count, and be compiled again whenever it is called.
+    if not torch.compiler.is_compiling():
+        _Registrations.count += 1
 
 
 register_module_parameter_registration_hook(_note)
@@ -41,23 +46,29 @@ class Structure:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._seen = -1
+        self._seen = -1, -1
         self._holders: Modules = []
+        self._entries: list[Mapping[str, Any]] = []
 
     def holders(self) -> Modules:
         """Modules that have (or had) parameters, buffers or extra state, with their paths, in the order of ``named_modules``."""
-        if self._seen != _Registrations.count:
+        if self._seen != self._now():
             self.look()
         return self._holders
 
     def look(self) -> Modules:
         """:meth:`holders`, looked up now."""
-        self._seen = _Registrations.count
         # One that holds nothing any more is kept: a window that is lost gives its buffers back.
         before = {module for _, module in self._holders}
-        self._holders = [
-            (path, module)
-            for path, module in walk(self.model)
-            if module._parameters or module._buffers or module in before or has_extra_state(module)
-        ]
+        self._holders, self._entries = [], []
+        for path, module in walk(self.model):
+            self._entries.append(module._modules)
+            if module._parameters or module._buffers or module in before or has_extra_state(module):
+                self._holders.append((path, module))
+            else:  # what a holder has is read from its dictionaries anyway
+                self._entries += [module._parameters, module._buffers]
+        self._seen = self._now()
         return self._holders
+
+    def _now(self) -> tuple[int, int]:
+        return _Registrations.count, sum(map(len, self._entries))
