@@ -58,6 +58,16 @@ def _bordered(cls: Any, kind: str, dtype: torch.dtype) -> type[nn.Module]:
 
     def fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = (args, kwargs)
+        if _one_tensor(args, kwargs):  # most modules; a fifth of the time of the general way
+            x = args[0]
+            wide = x.float()
+            output = cls.forward(self, wide)
+            _write_back(self, x, wide)
+            return (
+                output.to(x.dtype)
+                if type(output) is Tensor and output.is_floating_point()
+                else cast_tensors(output, x.dtype)
+            )
         outside = first_dtype(given) or dtype
         args, kwargs = cast_tensors(given, torch.float32)
         output = cls.forward(self, *args, **kwargs)
@@ -66,12 +76,18 @@ def _bordered(cls: Any, kind: str, dtype: torch.dtype) -> type[nn.Module]:
 
     def half(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = (args, kwargs)
+        if _one_tensor(args, kwargs) and args[0].dtype is dtype:  # nothing to cast, and nothing to write back
+            return cls.forward(self, *args)
         args, kwargs = cast_tensors(given, dtype)
         output = cls.forward(self, *args, **kwargs)
         _write_back(self, given, (args, kwargs))
         return output
 
     return subclass(cls, {"island": island, "fp32": fp32, "half": half}[kind], _bordered, kind, dtype)
+
+
+def _one_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return len(args) == 1 and not kwargs and type(args[0]) is Tensor and args[0].is_floating_point()
 
 
 def subclass(cls: Any, forward: Any, make: Any, *arguments: Any) -> type[nn.Module]:
@@ -137,6 +153,8 @@ def _write_back(module: nn.Module, given: Any, cast: Any) -> None:
     Compiled code cannot look; :mod:`mprun.training.observe` does, by the mark that is left here.
     """
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # inference tensors have no version
+        return
+    if type(cast) is Tensor and not cast._version:
         return
     copies: list[Tensor] = []
     map_tensors(cast, copies.append)
