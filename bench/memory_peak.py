@@ -280,6 +280,7 @@ def grown(do: Callable[[], Any], device: torch.device) -> int:
 
 def distinct(device: torch.device) -> dict[int, int]:
     """Address -> bytes of every tensor storage that the process holds: all tensors that Python's collector knows, once each."""
+    gc.unfreeze()  # what imports set aside is not listed otherwise, a rehearsal's model among it
     gc.collect()
     every = (thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter))
     storages = (tensor.untyped_storage() for tensor in every if tensor.device.type == device.type)

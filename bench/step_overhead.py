@@ -21,7 +21,8 @@ for bit in FP32 and BF16 on the CPU, otherwise within a tolerance. If they are n
 Kernels. torch computes FP16 on the CPU so slowly that a comparison would say nothing of the loops. So in FP16 rows
 ``plain`` and every peer run under mprun's kernels and autocast list (``plain_kernels: mprun``): the ratio is the loop's cost. A
 full measurement adds the plain loop on torch's own kernels (``torch_ms``, ``ratio_to_torch``). In FP32 and BF16 rows, and
-on a GPU, nothing of mprun is installed while the others run (``plain_kernels: torch``).
+on a GPU, nothing of mprun is installed while the others run (``plain_kernels: torch``), but for the C library's
+thresholds: mprun sets them on the CPU and nobody can take them back, so the others' steps gain from them too.
 
 Contestants take turns in short blocks, whose order rotates; after a change of kernels one step is not counted. Ratios
 are medians over rounds of ratios within a round. ``cpu_ratio_to_plain`` is the same of processor time: on a busy machine,

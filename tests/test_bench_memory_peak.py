@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -160,6 +161,14 @@ def test_a_file_of_older_torch_is_read_without_a_map(tmp_path: Path) -> None:
 
 
 # --- the bench --------------------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_that_an_import_set_aside_is_counted(bench: ModuleType) -> None:
+    """``mprun.imports.uncollected`` freezes what is alive, a rehearsal's model too: no leak must hide there."""
+    before = sum(bench.distinct(CPU).values())
+    kept = torch.zeros(12_345)
+    gc.freeze()
+    assert sum(bench.distinct(CPU).values()) - before == kept.nbytes
 
 
 @pytest.mark.skipif(
