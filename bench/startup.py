@@ -167,12 +167,6 @@ def add_steps(result: dict[str, Any], found: dict[str, list[Times]]) -> None:
         result["table"].append({**row, "met": row["ratio"] <= TARGET})
 
 
-def first_step(name: str) -> tuple[float, float]:
-    """Seconds on the clock, and of processor time, until the first step of ``mprun`` (FP16) or ``plain`` is on the disk."""
-    times = job("fp16_dynamic" if name == "mprun" else name)
-    return times.first_s, times.cpu_s
-
-
 def job(name: str, keep: Path | None = None) -> Times:
     """Run one contestant from start to end.
 

@@ -156,10 +156,11 @@ def test_the_contestants_of_the_optimizer_phase_agree(bench):
 @pytest.mark.slow
 def test_startup_finds_the_first_step(bench):
     startup = bench("startup")
-    for name in ("mprun", "plain"):
-        wall, cpu = startup.first_step(name)
-        assert 0.5 < wall < 200
-        assert 0 < cpu < 2 * wall + 1
+    for name in ("fp16_dynamic", "plain"):
+        times = startup.job(name)
+        assert 0.5 < times.first_s < 200
+        assert 0 < times.cpu_s < 2 * times.first_s + 1
+        assert times.end_s > times.first_s
 
 
 # --- measure_recipe ---------------------------------------------------------------------------------------------------
