@@ -285,6 +285,37 @@ def test_sparse_gradients_are_refused_by_name_in_a_window_of_several_micro_batch
         train_step(state, window)
 
 
+@pytest.mark.parametrize("keys", [{**FP16, "precision.loss_scale.init": 256.0}, MASTER_], ids=["fp16", "master"])
+def test_a_window_may_begin_with_a_micro_batch_that_gives_no_gradient(make_state, keys):
+    class Late(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.item() > 0 else x
+
+    state = make_state(Late(1, 1), **keys, **TOY)
+    assert train_step(state, [toy_batch(1.0, x=-1.0), toy_batch(1.0)]).read().outcome == APPLIED
+    with pytest.raises(ConfigError, match="none of the 2 trainable parameters received a gradient"):
+        train_step(state, [toy_batch(1.0, x=-1.0)] * 2)
+
+
+def test_a_complex_gradient_may_be_a_conjugated_view(make_state):
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([0.5 + 0.25j]))
+
+        def forward(self, x):
+            return (self.weight.conj() * torch.complex(x, 2 * x)).real
+
+    model = Turned()
+    plain = copy.deepcopy(model)
+    state = make_state(model, **TOY)
+    row = train_step(state, [toy_batch(1.0)]).read()
+    (plain(torch.ones(1, 1)) - 1).square().sum().backward()
+    assert plain.weight.grad.is_conj()
+    assert row.grad_norm == pytest.approx(plain.weight.grad.abs().item(), rel=1e-6)
+    assert model.weight.item() == pytest.approx((plain.weight - state.base_lr * plain.weight.grad).item(), rel=1e-6)
+
+
 def test_parameter_without_gradient_is_left_alone(make_state):
     class Half(nn.Module):
         def __init__(self) -> None:

@@ -166,6 +166,13 @@ def test_every_validation_target_is_used_once(length: int, context: int, size: i
     assert torch.equal(inputs[targets != IGNORE] + 1, targets[targets != IGNORE])
     assert found.spec.val_examples == len(torch.cat([b.ids for b in batches]))
     assert all(bool((b.targets != IGNORE).any(1).all()) for b in batches), "no window is only padding"
+    for window, start in zip(
+        torch.cat([one.inputs for one in batches]), torch.cat([one.ids for one in batches]), strict=True
+    ):
+        kept = found.val[start : start + context]
+        assert window.tolist() == kept.tolist() + [int(found.val[-1])] * (context - len(kept))
+    for one in batches:  # each has memory of its own
+        assert one.inputs.untyped_storage().data_ptr() != one.targets.untyped_storage().data_ptr()
     assert equal(batches, list(found.val_batches()))
 
 

@@ -230,4 +230,5 @@ class TextData:
         """Windows that begin at ``offsets``, (B,) int64 on the CPU, which become the ids. Does not wait for the device."""
         windows = tokens.unfold(0, self.context + 1, 1)  # one for every place that a window can begin at, a view
         found = windows.index_select(0, offsets.to(tokens.device, non_blocking=True)).long()
-        return Batch(found[:, :-1], found[:, 1:].contiguous(), offsets)
+        # Not contiguous(): of a single window that is a view of the inputs, and whoever writes to one would write to both.
+        return Batch(found[:, :-1], found[:, 1:].clone(memory_format=torch.contiguous_format), offsets)

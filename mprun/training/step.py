@@ -297,7 +297,7 @@ def _gradients(state: TrainState) -> list[Tensor]:
 def _wide(grad: Tensor) -> Tensor:
     """A norm summed in half would overflow at 65504 (``pure`` mode); a complex number is a pair of real ones."""
     if grad.is_complex():
-        return torch.view_as_real(grad)
+        return torch.view_as_real(grad.resolve_conj())
     return grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
 
 
