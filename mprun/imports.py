@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ def uncollected(package: str) -> Iterator[None]:
 
     What the import threw away is collected first. A module that looks at its own frame leaves a cycle behind, which holds the
     frames of all callers: set aside with the rest, it would keep whatever they hold (a model, a checkpoint) for good.
+    For the same reason nothing large should be alive at the call: a model that holds itself would never be freed.
     """
     if package in sys.modules or not gc.isenabled():
         yield
@@ -46,3 +48,9 @@ def uncollected(package: str) -> Iterator[None]:
         gc.collect(0)  # everything since the collector was switched off
         gc.freeze()
         gc.enable()
+
+
+def import_compiler() -> None:
+    """Import torch's compiler, which torch does anyway for the first optimizer; to be called before there is a model."""
+    with uncollected("torch._dynamo"):
+        importlib.import_module("torch._dynamo")

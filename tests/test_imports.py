@@ -36,3 +36,42 @@ def test_what_the_importing_function_held_is_free_again(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout.strip() == "free", done.stderr
+
+
+HOLDS_ITSELF = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.layer, self.around = nn.Linear(64, num_classes), [self]
+"""
+FIRST_RUN = """
+import gc, sys, weakref
+import torch
+from mprun.compose import compose
+from mprun.training.build import build, switches
+
+def built():
+    words = ["model=python", "model.name=holds_itself:Net", "trust=[holds_itself]", "device=cpu", "tracking=disabled"]
+    config = compose(words).config
+    with switches(config, torch.device("cpu")):
+        return weakref.ref(build(config, torch.device("cpu"))[0].model)
+
+found = built()
+gc.collect()
+assert gc.isenabled() and "torch._dynamo" in sys.modules and gc.get_freeze_count() > 0
+print("kept" if found() is not None else "free")
+"""
+
+
+def test_the_first_model_of_a_process_is_free_again_also_if_it_holds_itself(tmp_path: Path) -> None:
+    """torch imports its compiler for the first optimizer, and by then there is a model."""
+    (tmp_path / "holds_itself.py").write_text(HOLDS_ITSELF)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{FIRST_RUN}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "free", done.stderr

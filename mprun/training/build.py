@@ -16,6 +16,7 @@ from mprun.config import Config
 from mprun.data import build_data
 from mprun.data.base import Data
 from mprun.errors import CheckpointError, ConfigError
+from mprun.imports import import_compiler
 from mprun.models.build import build_model
 from mprun.numerics.watchable import select
 from mprun.precision.cpu_autocast import cuda_operation_list
@@ -134,6 +135,7 @@ def build(config: Config, device: torch.device, *, resuming: bool = False) -> tu
     seed_everything(config.seed)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    import_compiler()
     data = build_data(config, device=device)
     model = build_model(config.model, data.spec, trust=config.trust)
     if config.model.init is not None and not resuming:  # a checkpoint holds what became of it

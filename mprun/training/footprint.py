@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mprun.config import Config, DatasetSource, Fp32Matmul
 from mprun.data import build_data
 from mprun.data.base import Batch, DataSpec
+from mprun.imports import import_compiler
 from mprun.models.build import build_model
 from mprun.numerics.memory import Counted, Footprint, Ledger, Workspace
 from mprun.numerics.tensor_cores import misfits
@@ -62,6 +63,7 @@ def predicting(config: Config, device: torch.device) -> Iterator[Callable[[int],
     granule = CUDA_GRANULE if device.type == "cuda" else 1
     with switches(config, here) as kernels:
         workspace = _workspace(device, kernels)
+        import_compiler()
         spec, example, held = _look(config)
         with Untouched():
             model = build_model(config.model, spec, trust=config.trust)

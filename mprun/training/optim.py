@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from mprun.config import OptimizerConfig
 from mprun.errors import ConfigError, nearest
-from mprun.imports import uncollected
 from mprun.training.optim_arguments import read_arguments
 from mprun.training.optim_catalog import REFUSED
 
@@ -149,8 +148,7 @@ def _try_out(cls: type[Optimizer], arguments: dict[str, Any]) -> None:
         ValueError: finite gradients made a weight NaN or inf.
     """
     weight = torch.nn.Parameter(torch.tensor([[0.5, -0.25], [1.0, 0.125]]))
-    with uncollected("torch._dynamo"):  # torch imports its compiler for the first optimizer
-        optimizer = cls([weight], lr=1e-3, **arguments)  # type: ignore[call-arg]
+    optimizer = cls([weight], lr=1e-3, **arguments)  # type: ignore[call-arg]
     if _generator(optimizer) is not None:
         return  # compiled at its first step, which takes seconds
     for _ in range(3):
