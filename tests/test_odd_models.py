@@ -429,6 +429,31 @@ def test_extra_state_is_undone_and_resumed(make_state, tmp_path, mode):
     checkpoint.load_init(Extra(), tmp_path / "a.pt")
 
 
+def test_nothing_of_a_model_lies_in_its_checkpoint_any_more(make_state, tmp_path):
+    """Reading maps the file. A module keeps the very tensor that ``set_extra_state`` gets; if it lay in the file, whoever writes
+    over the file would end the process."""
+
+    class Keeps(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 4)
+            self.kept = torch.arange(5000.0)
+
+        def get_extra_state(self) -> Any:
+            return {"kept": [self.kept]}
+
+        def set_extra_state(self, state: Any) -> None:
+            (self.kept,) = state["kept"]
+
+    path = tmp_path / "a.pt"
+    checkpoint.save(checkpoint.snapshot(make_state(Keeps())), path)
+    state, started = make_state(Keeps()), Keeps()
+    checkpoint.restore(state, checkpoint.load(path), path=path)
+    checkpoint.load_init(started, path)
+    path.write_bytes(b"another file")
+    assert torch.equal(state.model.kept, torch.arange(5000.0))
+    assert torch.equal(started.kept, torch.arange(5000.0))
+
+
 def test_extra_state_that_a_checkpoint_cannot_hold_is_refused(make_state):
     class GetOnly(nn.Linear):
         def get_extra_state(self) -> Any:

@@ -118,7 +118,7 @@ def load_weights(state: TrainState, saved: Mapping[str, Any], *, path: Path) -> 
         )
     # Names and shapes were compared; what cannot be written in place is in place already.
     fixed = {name for name, buffer in state.model.named_buffers() if not writable(buffer)}
-    state.model.load_state_dict({k: v for k, v in saved["model"].items() if k not in fixed}, strict=False)
+    state.model.load_state_dict({k: v for k, v in _kept(saved["model"]).items() if k not in fixed}, strict=False)
     with torch.no_grad():
         for name, buffer in _unsaved_buffers(state.model).items():
             if name in saved["buffers"] and name not in fixed:
@@ -129,6 +129,11 @@ def load_weights(state: TrainState, saved: Mapping[str, Any], *, path: Path) -> 
                 source = saved["masters"] if name in saved["masters"] else saved["model"]
                 parameter.copy_(source[name])
     state.weights.write_back()
+
+
+def _kept(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """``saved`` with copies of what ``set_extra_state`` gets and may keep: a mapped tensor is gone when its file is cut short."""
+    return {name: copy.deepcopy(value) if name.endswith("_extra_state") else value for name, value in saved.items()}
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -317,7 +322,7 @@ def load_init(model: nn.Module, path: Path) -> None:
     if not isinstance(masters, dict):
         raise CheckpointError(f"model.init={path} is a damaged checkpoint: its masters are a {type(masters).__name__}")
     _same_tensors(weights, dict(model.state_dict()), what="model", path=path)
-    model.load_state_dict(weights)
+    model.load_state_dict(_kept(weights))
     with torch.no_grad():  # by parameter: a tied one has several names in the state dict, and one master
         for name, parameter in model.named_parameters():
             if name in masters:
