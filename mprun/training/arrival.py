@@ -8,7 +8,7 @@ memory are updated twice, and come apart where one of them is cast.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -19,6 +19,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from mprun.errors import ConfigError
 from mprun.training.buffers import has_extra_state, writable
+
+# A module's own parameters by name; None for one that is registered as None.
+ParameterDict = Mapping[str, nn.Parameter | None]
 
 
 def check_arrival(model: nn.Module) -> None:
@@ -71,15 +74,20 @@ class Parameters:
     @classmethod
     def of(cls, model: nn.Module) -> Parameters:
         """Those of ``model``, as they are now."""
-        return cls(tuple((n, p, p.requires_grad) for n, p in model.named_parameters()), tuple(_held(model.modules())))
+        held = _held(module._parameters for module in model.modules())
+        return cls(tuple((n, p, p.requires_grad) for n, p in model.named_parameters()), tuple(held))
 
-    def refuse_changed(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
-        """See that ``modules`` (all of ``model``) hold the same parameters as at the start.
+    def refuse_changed(self, model: nn.Module, parameters: Iterable[ParameterDict]) -> None:
+        """See that the modules of ``model`` hold the same parameters as at the start.
+
+        Args:
+            model: the model.
+            parameters: what its modules hold them in, in the order of ``named_modules``; empty ones may be left out.
 
         Raises:
             ConfigError: one was added, exchanged or removed.
         """
-        now = _held(modules)
+        now = _held(parameters)
         if len(now) == len(self.held) and all(map(is_, now, self.held)):
             return
         before, after = {name: p for name, p, _ in self.named}, dict(model.named_parameters())
@@ -105,8 +113,8 @@ class Parameters:
                 )
 
 
-def _held(modules: Iterable[nn.Module]) -> list[Tensor]:
-    return [p for module in modules if module._parameters for p in module._parameters.values() if p is not None]
+def _held(parameters: Iterable[ParameterDict]) -> list[Tensor]:
+    return [p for own in parameters for p in own.values() if p is not None]
 
 
 def _check_values(kind: str, name: str, tensor: Tensor) -> None:

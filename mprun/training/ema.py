@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +23,19 @@ class Pairs:
     """Shadows beside what they follow, so that a step need not sort hundreds of tensors.
 
     Attributes:
-        named: the truth of every parameter and buffer by name.
-        held: their shadows, in the same order.
+        names: of every parameter and buffer.
+        tensors: the truth of each.
+        held: all shadows, in the order of the shadow's own dictionary.
+        loose: what is no parameter, so that its form may change, with its shadow.
         shadows: those of the parameters and buffers that are float32 and lie in memory as their shadows do ...
         truths: ... and these.
         others: shadow and truth of all others.
     """
 
-    named: list[tuple[str, Tensor]]
+    names: list[str]
+    tensors: list[Tensor]
     held: list[Tensor]
+    loose: list[tuple[Tensor, Tensor]]
     shadows: list[Tensor]
     truths: list[Tensor]
     others: list[tuple[Tensor, Tensor]]
@@ -38,26 +43,28 @@ class Pairs:
     @classmethod
     def of(cls, named: list[tuple[str, Tensor]], shadow: Mapping[str, Tensor]) -> Pairs:
         """The pairs of ``named``; every name has a shadow."""
-        pairs = cls(named, [shadow[name] for name, _ in named], [], [], [])
-        for held, (_, tensor) in zip(pairs.held, named, strict=True):
-            if tensor.dtype is torch.float32 and tensor.numel() and tensor.stride() == held.stride():
-                pairs.shadows.append(held)
+        pairs = cls([name for name, _ in named], [t for _, t in named], list(shadow.values()), [], [], [], [])
+        for name, tensor in named:
+            own = shadow[name]
+            if type(tensor) is not nn.Parameter:
+                pairs.loose.append((own, tensor))
+            if tensor.dtype is torch.float32 and tensor.numel() and tensor.stride() == own.stride():
+                pairs.shadows.append(own)
                 pairs.truths.append(tensor)
             else:
-                pairs.others.append((held, tensor))
+                pairs.others.append((own, tensor))
         return pairs
 
     def fits(self, named: list[tuple[str, Tensor]], shadow: Mapping[str, Tensor]) -> bool:
         """Whether these are the pairs of ``named`` still: the same tensors of the same form, the same shadows."""
-        if len(named) != len(self.named) or len(shadow) != len(self.held):
-            return False
-        for new, old, held in zip(named, self.named, self.held, strict=True):
-            if shadow.get(new[0]) is not held or new[1] is not old[1]:
-                return False
-            # A parameter keeps its form; a buffer may be resized, or given other data.
-            if type(new[1]) is not nn.Parameter and not _same_form(held, new[1]):
-                return False
-        return True
+        return (
+            len(named) == len(self.tensors)
+            and len(shadow) == len(self.held)
+            and all(map(is_, [t for _, t in named], self.tensors))
+            and all(map(is_, shadow.values(), self.held))
+            and [name for name, _ in named] == self.names
+            and all(_same_form(own, tensor) for own, tensor in self.loose)
+        )
 
 
 def _same_form(shadow: Tensor, tensor: Tensor) -> bool:
@@ -73,6 +80,7 @@ class Ema:
         self.decay, self.warmup = decay, warmup
         self.shadow = {name: _fp32(tensor).detach().clone() for name, tensor in named}
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
+        self._weight = torch.tensor(1 - self.decay, dtype=torch.float32, device=device)
         self._last: Pairs | None = None
 
     @torch.no_grad()
@@ -84,10 +92,10 @@ class Ema:
             applied: 0-D bool on the device; not read by the host.
         """
         pairs = self._pairs(list(named))
-        n = self.updates.double()
-        decay = torch.full_like(n, self.decay)
+        weight = self._weight
         if self.warmup:
-            decay = torch.minimum(decay, (1 + n) / (10 + n))
+            n = self.updates.double()
+            weight = (1 - ((1 + n) / (10 + n)).clamp(max=self.decay)).float()
         shadows, targets = list(pairs.shadows), list(pairs.truths)
         for shadow, tensor in pairs.others:
             if not shadow.is_floating_point() and not shadow.is_complex():
@@ -99,7 +107,7 @@ class Ema:
             # s - w (s - p) is a step of SGD on s with learning rate w, weight decay 1 and gradient -p. The fused kernel
             # takes both w and the flag as tensors, and where the flag is set it leaves every bit alone.
             torch._fused_sgd_(
-                shadows, targets, [], weight_decay=1.0, momentum=0.0, lr=(1 - decay).float(), dampening=0.0, nesterov=False,
+                shadows, targets, [], weight_decay=1.0, momentum=0.0, lr=weight, dampening=0.0, nesterov=False,
                 maximize=True, is_first_step=False, grad_scale=None, found_inf=(~applied).float(),
             )  # fmt: skip
         self.updates += applied

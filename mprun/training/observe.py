@@ -84,7 +84,7 @@ def observe(state: TrainState, batch: Batch) -> list[dict[str, Any]]:
     try:
         with batch_norm_explained([batch]), watch, state.policy.region(state.device.type):
             output = state.model(state.policy.cast_inputs(batch.inputs))
-        state.parameters.refuse_changed(state.model, list(state.model.modules()))
+        state.parameters.refuse_changed(state.model, (module._parameters for module in state.model.modules()))
         state.parameters.refuse_toggled()
         state.policy.cast_output(output)
     finally:

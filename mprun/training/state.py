@@ -118,7 +118,7 @@ class TrainState:
     def named_truth(self) -> Iterator[tuple[str, Tensor]]:
         """Names with the FP32 truth of every parameter, then every buffer: what the EMA is fed from."""
         yield from self.weights
-        yield from ((name, buffer) for name, buffer in named_buffers(self.structure.holders()) if writable(buffer))
+        yield from ((name, buffer) for name, buffer in named_buffers(self.structure.buffered()) if writable(buffer))
 
     def run_forward(self, inputs: Any, policy: PrecisionPolicy | None = None) -> Tensor:
         """The model's output for ``inputs``, under ``policy`` (the training policy if None), in one autocast region.
@@ -164,7 +164,7 @@ class TrainState:
 
     def start_window(self) -> Snapshot:
         """What the forward passes of a window can move, so that one which is not applied can be undone (:meth:`undo_buffers`)."""
-        return Snapshot.take([module for _, module in self.structure.holders()], written=self.written)
+        return Snapshot.take([module for _, module in self.structure.buffered()], written=self.written)
 
     def undo_buffers(self, saved: Snapshot, applied: Tensor) -> None:
         """Put ``saved`` back unless ``applied`` (0-D bool on the device; not read by the host while buffers keep their form).
@@ -172,9 +172,8 @@ class TrainState:
         Raises:
             ConfigError: the forward pass added or exchanged a parameter.
         """
-        modules = [module for _, module in self.structure.holders()]
-        self.parameters.refuse_changed(self.model, modules)
-        saved.keep_if(applied, modules)
+        self.parameters.refuse_changed(self.model, self.structure.parameters())
+        saved.keep_if(applied, [module for _, module in self.structure.buffered()])
 
     def refuse_changed(self) -> None:
         """See once more that the model has the parameters that it was built with, also that none was deleted.
@@ -182,7 +181,8 @@ class TrainState:
         Raises:
             ConfigError: one was added, exchanged or removed.
         """
-        self.parameters.refuse_changed(self.model, [module for _, module in self.structure.look()])
+        self.structure.look()
+        self.parameters.refuse_changed(self.model, self.structure.parameters())
 
     def late_buffers(self) -> list[str]:
         """Names of buffers that were filled, registered, resized or removed since the start."""

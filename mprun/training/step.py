@@ -154,9 +154,10 @@ def nonfinite(value: Any, *, start: Tensor) -> Tensor:
 
     def look(t: Tensor) -> None:
         if t.is_floating_point() and t.numel():
-            # Both are NaN if there is one. On the CPU a tenth of the time of isfinite().all(), which makes five tensors.
+            # On the CPU a tenth of the time of isfinite().all(), which makes five tensors. Both are NaN if there is one, and
+            # NaN or inf times 0 is NaN, which differs from anything.
             low, high = t.aminmax()
-            found.append(~(low.isfinite() & high.isfinite()))
+            found.append(low * 0 != high * 0)
 
     map_tensors(value, look)
     return reduce(torch.logical_or, found)

@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from mprun.training.arrival import ParameterDict
 from mprun.training.buffers import Modules, has_extra_state, walk
 
 
@@ -47,28 +48,40 @@ class Structure:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._seen = -1, -1
-        self._holders: Modules = []
+        self._buffered: Modules = []
+        self._parameters: list[ParameterDict] = []
         self._entries: list[Mapping[str, Any]] = []
 
-    def holders(self) -> Modules:
-        """Modules that have (or had) parameters, buffers or extra state, with their paths, in the order of ``named_modules``."""
-        if self._seen != self._now():
-            self.look()
-        return self._holders
+    def buffered(self) -> Modules:
+        """Modules that have (or had) buffers, or have extra state, with their paths, in the order of ``named_modules``."""
+        self._look_if_changed()
+        return self._buffered
 
-    def look(self) -> Modules:
-        """:meth:`holders`, looked up now."""
-        # One that holds nothing any more is kept: a window that is lost gives its buffers back.
-        before = {module for _, module in self._holders}
-        self._holders, self._entries = [], []
+    def parameters(self) -> list[ParameterDict]:
+        """What every module that has (or had) parameters holds them in, in the order of ``named_modules``."""
+        self._look_if_changed()
+        return self._parameters
+
+    def look(self) -> None:
+        """Look it all up now."""
+        # One that has no buffer any more is kept: a window that is lost gives it back.
+        before = {module for _, module in self._buffered}
+        self._buffered, self._parameters, self._entries = [], [], []
         for path, module in walk(self.model):
             self._entries.append(module._modules)
-            if module._parameters or module._buffers or module in before or has_extra_state(module):
-                self._holders.append((path, module))
-            else:  # what a holder has is read from its dictionaries anyway
-                self._entries += [module._parameters, module._buffers]
+            if module._parameters:  # what is in it is looked at in every step
+                self._parameters.append(module._parameters)
+            else:
+                self._entries.append(module._parameters)
+            if module._buffers or module in before or has_extra_state(module):
+                self._buffered.append((path, module))
+            else:
+                self._entries.append(module._buffers)
         self._seen = self._now()
-        return self._holders
+
+    def _look_if_changed(self) -> None:
+        if self._seen != self._now():
+            self.look()
 
     def _now(self) -> tuple[int, int]:
         return _Registrations.count, sum(map(len, self._entries))
