@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+
+import pytest
+
+from mprun.imports import uncollected
 
 # As torch.fx does at its import: a function that keeps its own frame, which is a cycle, and its caller's with it.
 CYCLE = "import sys\ndef look():\n    own = sys._getframe()\nlook()\n"
@@ -75,3 +81,20 @@ def test_the_first_model_of_a_process_is_free_again_also_if_it_holds_itself(tmp_
         check=False,
     )
     assert done.stdout.strip() == "free", done.stderr
+
+
+def test_what_an_earlier_run_left_behind_is_not_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that holds itself, has grown old and is dropped, before another package is imported for the next run."""
+
+    class Large:
+        pass
+
+    held = Large()
+    held.around = [held]  # type: ignore[attr-defined]
+    found = weakref.ref(held)
+    gc.collect()  # it is old now: a look at what is young does not find it
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # this process goes on
+    del held
+    with uncollected("a_package_that_is_not_imported"):
+        assert found() is None
+    assert gc.isenabled()
