@@ -136,3 +136,16 @@ def test_a_buffer_that_a_lost_window_deleted_comes_back_also_if_something_was_re
     train_step(state, [batch(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))])
     assert not state.applied
     assert torch.equal(state.model.seen.count, torch.ones(2))
+
+
+def test_the_average_follows_a_parameter_that_is_laid_out_anew(make_state):
+    """A weight constraint may write ``p.data = ...``; the fused kernel walks through memory and must not meet other strides."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2))
+    state = make_state(model, **{"train.ema.decay": 0.5, "train.ema.warmup": False})
+    expected = model[0].weight.detach().clone()
+    for number in range(4):
+        train_step(state, [batch(torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))])
+        expected = torch.lerp(expected, model[0].weight.detach(), 0.5)
+        assert torch.allclose(state.ema.shadow["0.weight"], expected, atol=1e-7), number
+        model[0].weight.data = (model[0].weight.data / 2).t().contiguous().t()

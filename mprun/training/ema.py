@@ -25,8 +25,9 @@ class Pairs:
     Attributes:
         names: of every parameter and buffer.
         tensors: the truth of each.
+        strides: of each: ``p.data = ...`` can lay a parameter out anew.
         held: all shadows, in the order of the shadow's own dictionary.
-        loose: what is no parameter, so that its form may change, with its shadow.
+        loose: what is no parameter, so that its shape and dtype may change too, with its shadow.
         shadows: those of the parameters and buffers that are float32 and lie in memory as their shadows do ...
         truths: ... and these.
         others: shadow and truth of all others.
@@ -34,6 +35,7 @@ class Pairs:
 
     names: list[str]
     tensors: list[Tensor]
+    strides: list[tuple[int, ...]]
     held: list[Tensor]
     loose: list[tuple[Tensor, Tensor]]
     shadows: list[Tensor]
@@ -43,7 +45,8 @@ class Pairs:
     @classmethod
     def of(cls, named: list[tuple[str, Tensor]], shadow: Mapping[str, Tensor]) -> Pairs:
         """The pairs of ``named``; every name has a shadow."""
-        pairs = cls([name for name, _ in named], [t for _, t in named], list(shadow.values()), [], [], [], [])
+        names, tensors = [name for name, _ in named], [t for _, t in named]
+        pairs = cls(names, tensors, [t.stride() for t in tensors], list(shadow.values()), [], [], [], [])
         for name, tensor in named:
             own = shadow[name]
             if type(tensor) is not nn.Parameter:
@@ -63,12 +66,13 @@ class Pairs:
             and all(map(is_, [t for _, t in named], self.tensors))
             and all(map(is_, shadow.values(), self.held))
             and [name for name, _ in named] == self.names
+            and [t.stride() for t in self.tensors] == self.strides
             and all(_same_form(own, tensor) for own, tensor in self.loose)
         )
 
 
 def _same_form(shadow: Tensor, tensor: Tensor) -> bool:
-    return shadow.dtype is _shadow_dtype(tensor) and shadow.shape == tensor.shape and shadow.stride() == tensor.stride()
+    return shadow.dtype is _shadow_dtype(tensor) and shadow.shape == tensor.shape
 
 
 class Ema:
