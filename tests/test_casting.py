@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from mprun.errors import OverrideError
 from mprun.precision.casting import apply_plan
 from mprun.precision.overrides import make_plan, matches
-from mprun.precision.policy import PrecisionPolicy
+from mprun.precision.policy import IN_HALF, PrecisionPolicy, matmul_precision
 from mprun.training.step import train_step
 from tests.conftest import FP16, REGRESSION, batch, toy, toy_batch
 
@@ -382,3 +383,13 @@ def test_evaluation_in_half_keeps_the_fp32_rules_of_an_fp32_run(make_state):
     with torch.no_grad():
         state.run_forward(net_batch().inputs, state.policy.for_eval(DType.float16))
     assert seen == {"first": torch.float16, "head": torch.float32}
+
+
+def test_sums_of_half_products_stay_in_fp32_and_torchs_flags_come_back():
+    """torch's default lets cuBLAS add partial sums in half, which overflows earlier than the policy says."""
+    matmul: Any = torch.backends.cuda.matmul
+    before = {flag: getattr(matmul, flag) for flag in IN_HALF}
+    assert True in before.values(), "torch has another default now"
+    with matmul_precision(PrecisionPolicy()):
+        assert not any(getattr(matmul, flag) for flag in IN_HALF)
+    assert {flag: getattr(matmul, flag) for flag in IN_HALF} == before

@@ -219,15 +219,32 @@ def check_support(policy: PrecisionPolicy, device: torch.device) -> None:
 
 @contextmanager
 def matmul_precision(policy: PrecisionPolicy) -> Iterator[None]:
-    """Set how FP32 products are computed (matmul and cuDNN alike), and put the flags back at the end.
+    """Set how products are computed on a GPU, and put the flags back at the end.
 
-    torch leaves cuDNN's TF32 on by default; under ``ieee`` both are off, under ``tf32`` both are on.
+    FP32 (matmul and cuDNN alike): torch leaves cuDNN's TF32 on by default; under ``ieee`` both are off, under ``tf32`` both
+    are on. Half: partial sums are added in FP32 and rounded once. torch lets cuBLAS add them in half by default, which
+    overflows earlier and rounds more often than the policy says.
     """
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = (matmul.allow_tf32, cudnn.allow_tf32)
-    wanted = policy.fp32_matmul == "tf32"
-    matmul.allow_tf32 = cudnn.allow_tf32 = wanted
+    tf32 = policy.fp32_matmul == "tf32"
+    wanted: dict[tuple[Any, str], bool] = {(matmul, "allow_tf32"): tf32, (cudnn, "allow_tf32"): tf32}
+    wanted |= {(matmul, name): False for name in IN_HALF}
+    before = {(where, name): getattr(where, name) for where, name in wanted}
+    _set_flags(wanted)
     try:
         yield
     finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before
+        _set_flags(before)
+
+
+# torch's flags for sums in half inside a matrix product.
+IN_HALF = (
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
+
+
+def _set_flags(flags: dict[tuple[Any, str], Any]) -> None:
+    for (where, name), value in flags.items():
+        setattr(where, name, value)
