@@ -80,13 +80,18 @@ def test_an_error_inside_leaves_nobody_behind() -> None:
     assert heap._users == 0
 
 
-@pytest.mark.parametrize("why", ["another library", "no such function"])
+@pytest.mark.parametrize("why", ["another library", "no such function", "the interpreter is gone"])
 def test_other_libraries_are_left_alone(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Other:
         pass
 
     if why == "another library":
         monkeypatch.setattr("platform.libc_ver", lambda: ("", ""))
+    elif (
+        why == "the interpreter is gone"
+    ):  # or may not be read: where the system does not name its library, it is looked into
+        monkeypatch.delattr("os.confstr")
+        monkeypatch.setattr("sys.executable", "/no/such/python")
     else:
         monkeypatch.setattr("ctypes.CDLL", lambda name: Other())
     with freed_memory_kept() as kept:

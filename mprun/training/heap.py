@@ -75,9 +75,9 @@ def _keep(libc: Any) -> bool:
 
 def _glibc() -> Any:
     """The C library of this process if it is glibc, else None."""
-    if platform.libc_ver()[0] != "glibc":
-        return None
     try:
+        if platform.libc_ver()[0] != "glibc":  # looks into the interpreter's file where the system does not say
+            return None
         libc = ctypes.CDLL(None)
         return libc if libc.mallopt and libc.malloc_trim else None
     except (OSError, AttributeError):
