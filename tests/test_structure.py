@@ -11,6 +11,7 @@ from torch import nn
 from mprun.errors import ConfigError
 from mprun.training import structure
 from mprun.training.buffers import named_buffers, walk
+from mprun.training.observe import observe
 from mprun.training.step import train_step
 from mprun.training.structure import Structure
 from tests.conftest import FP16, batch
@@ -149,3 +150,33 @@ def test_the_average_follows_a_parameter_that_is_laid_out_anew(make_state):
         expected = torch.lerp(expected, model[0].weight.detach(), 0.5)
         assert torch.allclose(state.ema.shadow["0.weight"], expected, atol=1e-7), number
         model[0].weight.data = (model[0].weight.data / 2).t().contiguous().t()
+
+
+def test_a_module_that_the_first_forward_builds_keeps_its_buffers(make_state):
+    """A cache, or statistics without parameters: deleting what it holds would break the next forward pass."""
+
+    class Builds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "norm"):
+                self.norm = nn.BatchNorm1d(2, affine=False)
+            return self.norm(self.layer(x)) * self.factor
+
+    for lost in (False, True):
+        model = Builds()
+        model.factor = 1e30 if lost else 1.0
+        state = make_state(model, **{**FP16, "train.ema.decay": 0.9})
+        window = [batch(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))]
+        if not lost:
+            observe(state, window[0])
+        train_step(state, window)
+        model.factor = 1.0
+        seen = [int(model.norm.num_batches_tracked)]
+        for factor in (1e30, 1.0):  # from then on it is a module like any other: a lost window leaves it alone
+            model.factor = factor
+            train_step(state, window)
+            seen.append(int(model.norm.num_batches_tracked))
+        assert seen[1:] == [seen[0], seen[0] + 1]

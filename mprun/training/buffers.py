@@ -17,7 +17,7 @@ is remembered, without a copy.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,12 +62,15 @@ class Snapshot:
         transient: per module the names that its state dict leaves out.
         written: parameters that the forward pass writes to.
         extra: what ``get_extra_state`` gave, copied, of the modules that have it.
+        known: the modules that were there. One that a forward pass built is left as it is: without its buffers it would
+            break, and whoever built it will not do so again.
     """
 
     buffers: dict[nn.Module, dict[str, Kept]]
     transient: dict[nn.Module, set[str]]
     written: dict[tuple[nn.Module, str], Kept]
     extra: dict[nn.Module, Any]
+    known: Set[nn.Module]
 
     @classmethod
     def take(
@@ -76,9 +79,15 @@ class Snapshot:
         *,
         written: Collection[tuple[nn.Module, str]] = (),
         copies: Copies = lambda module, name: True,
+        known: Set[nn.Module] | None = None,
     ) -> Snapshot:
-        """The buffers of ``modules``, and the parameters ``written`` (module, name); values where ``copies`` says so."""
-        snapshot = cls({}, {}, {(m, name): _keep(m._parameters[name], copies(m, name)) for m, name in written}, {})
+        """The buffers of ``modules``, and the parameters ``written`` (module, name); values where ``copies`` says so.
+
+        ``known``: all modules that are there, if ``modules`` are only those that hold something.
+        """
+        modules = list(modules)
+        kept = {(m, name): _keep(m._parameters[name], copies(m, name)) for m, name in written}
+        snapshot = cls({}, {}, kept, {}, set(modules) if known is None else known)
         for m in modules:
             if buffers := m._buffers:
                 snapshot.buffers[m] = {name: _keep(t, copies(m, name)) for name, t in buffers.items()}
@@ -100,6 +109,8 @@ class Snapshot:
     def restore(self, modules: Iterable[nn.Module]) -> None:
         """Put everything back: the same tensors with the same values. To autograd this is no modification."""
         for module in modules:
+            if module not in self.known:
+                continue
             before = self.buffers.get(module, {})
             _match_names(module, before, self.transient.get(module, set()))
             for name, kept in before.items():
@@ -116,7 +127,7 @@ class Snapshot:
         The host reads the flag only where a buffer has another form now, or a module has extra state.
         """
         for module in modules:
-            if not (now := module._buffers) and module not in self.buffers:
+            if (not (now := module._buffers) and module not in self.buffers) or module not in self.known:
                 continue
             before = self.buffers.get(module, {})
             if now.keys() == before.keys() and all(_same_form(now[name], kept) for name, kept in before.items()):

@@ -164,7 +164,8 @@ class TrainState:
 
     def start_window(self) -> Snapshot:
         """What the forward passes of a window can move, so that one which is not applied can be undone (:meth:`undo_buffers`)."""
-        return Snapshot.take([module for _, module in self.structure.buffered()], written=self.written)
+        buffered = [module for _, module in self.structure.buffered()]
+        return Snapshot.take(buffered, written=self.written, known=self.structure.modules())
 
     def undo_buffers(self, saved: Snapshot, applied: Tensor) -> None:
         """Put ``saved`` back unless ``applied`` (0-D bool on the device; not read by the host while buffers keep their form).

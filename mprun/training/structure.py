@@ -10,7 +10,7 @@ looked at too. :meth:`Structure.look` trusts neither, and is called before a che
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Structure:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._seen = -1, -1
+        self._modules: Set[nn.Module] = frozenset()
         self._buffered: Modules = []
         self._parameters: list[ParameterDict] = []
         self._entries: list[Mapping[str, Any]] = []
@@ -62,12 +63,19 @@ class Structure:
         self._look_if_changed()
         return self._parameters
 
+    def modules(self) -> Set[nn.Module]:
+        """All modules."""
+        self._look_if_changed()
+        return self._modules
+
     def look(self) -> None:
         """Look it all up now."""
         # One that has no buffer any more is kept: a window that is lost gives it back.
         before = {module for _, module in self._buffered}
         self._buffered, self._parameters, self._entries = [], [], []
-        for path, module in walk(self.model):
+        found = walk(self.model)
+        self._modules = frozenset(module for _, module in found)
+        for path, module in found:
             self._entries.append(module._modules)
             if module._parameters:  # what is in it is looked at in every step
                 self._parameters.append(module._parameters)
