@@ -6,14 +6,16 @@
 Correctness first (side by side where the processor has cores for it, since none of it measures time), then speed alone with
 the time that is left. A section that fails, crashes or takes too long costs itself only. The file is written after each
 of them, so that whatever stops the script, what was found until then is there. Exit status: 0, or 1 if a correctness
-section did not come out well.
+section did not come out well or had no time to run, or 2 if it cannot be asked for so, or here.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,7 +37,8 @@ BENCH = Path(__file__).resolve().parent
 LIMIT_S, WRAP_UP_S = 330.0, 8.0
 # Of the time, what correctness may take.
 SHARE = 0.6
-WELL = ("ok", "skipped")
+# "skipped" cannot run here. What had no time to run might have failed: it is not well.
+WELL, NO_TIME = ("ok", "skipped"), "no time"
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,9 @@ class Job:
     threads: int
 
     def run(self, section: Section, limit_s: float) -> dict[str, Any]:
-        """Run one section; what it wrote, with ``status`` (``ok failed error timeout skipped``) and ``seconds``."""
+        """Run one section; what it wrote, with ``status`` (``ok failed error timeout skipped``, ``no time``) and ``seconds``."""
         if limit_s < 5:
-            return {"status": "skipped", "reason": "no time was left", "seconds": 0.0}
+            return {"status": NO_TIME, "reason": "no time was left", "seconds": 0.0}
         target = self.folder / f"{section.name}.json"
         words = [
             sys.executable,
@@ -113,7 +116,8 @@ def run_limited(words: list[str], limit_s: float, env: dict[str, str]) -> tuple[
     return process.returncode, log
 
 
-def main() -> int:
+def parsed() -> argparse.Namespace:
+    """The words of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models and few steps: whether everything runs")
@@ -124,8 +128,22 @@ def main() -> int:
     real = args.device == "cuda" and not args.tiny and not args.only
     if not real and args.out is None:
         parser.error("--out is needed with --tiny, --only and --device cpu: they are no measurement")
-    began = time.monotonic()
-    content: dict[str, Any] = {"about": about(device=None), "command": sys.argv[1:], "sections": {}}
+    return args
+
+
+def main() -> int:
+    args = parsed()
+    if not 0 < args.limit < math.inf:
+        print(f"gpu: --limit {args.limit:g}: give seconds above 0 ({LIMIT_S:g} by default)", file=sys.stderr)
+        return 2
+    began, width = time.monotonic(), shutil.get_terminal_size().columns
+    measures = args.device == "cuda" and not args.tiny
+    content: dict[str, Any] = {
+        "about": about(device=None),
+        "command": sys.argv[1:],
+        "measures": measures,
+        "sections": {},
+    }
     content |= machine(args.device)
     content["about"]["device"] = content["gpu"]["name"] if content["gpu"] else None
     print(about_text(content["about"]))
@@ -140,11 +158,15 @@ def main() -> int:
             content["sections"][name] = found
             content["seconds"] = round(time.monotonic() - began, 1)
             content["ok"] = well(content["sections"])
-            content["table"] = table_of(content["sections"])
+            content["table"] = table_of(content["sections"]) if measures else []
             atomic_write_json(target, content)
-            print("\n".join(lines_of(name, found)), flush=True)
-    print("\n".join(speed_lines(content["sections"])))
-    print(f"{'all well' if content['ok'] else 'NOT WELL'} after {content['seconds']:.0f} s; {target}")
+            print("\n".join(lines_of(name, found, width)), flush=True)
+    for line in speed_lines(content["sections"]):
+        print(line)
+    if not measures:
+        print("nothing was measured: gpu.json's table is left empty")
+    print(f"{content['seconds']:.0f} s; {target}")
+    print(verdict(content["sections"]))
     return 0 if content["ok"] else 1
 
 
@@ -181,6 +203,19 @@ def all_sections(
 def well(sections: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether every correctness section came out well, or had a reason not to run."""
     return all(found["status"] in WELL for name, found in sections.items() if SECTIONS[name].decides)
+
+
+def verdict(sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """The last line: whether all is well, and what is not or had no time, by name."""
+    names = [name for name in SECTIONS if name in sections]
+    wrong = [name for name in names if sections[name]["status"] not in (*WELL, NO_TIME)]
+    late = [name for name in names if sections[name]["status"] == NO_TIME]
+    good = well(sections)
+    if not good:  # what decides alone is told
+        wrong, late = ([name for name in of if SECTIONS[name].decides] for of in (wrong, late))
+    parts = [", ".join(wrong) if not good else f"not ok, but never deciding: {', '.join(wrong)}"] if wrong else []
+    parts += [f"no time was left for {', '.join(late)}"] if late else []
+    return "; ".join(["all well", *parts]) if good else f"NOT WELL: {'; '.join(parts)}"
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -21,6 +21,10 @@ die() {
     exit 2
 }
 
+value() { # OPTION WHAT-IT-NEEDS [VALUE]
+    [[ ${3:-} && $3 != -* ]] || die "$1 needs $2"
+}
+
 fetch() { # FOLDER VERSION
     local folder=$1 version=$2 platforms=()
     for tag in manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014 manylinux1; do
@@ -36,9 +40,9 @@ fetch() { # FOLDER VERSION
 wheels='' fetch_for='' version=3.12 rest=()
 while (($#)); do
     case $1 in
-        --wheels) wheels=${2:?"--wheels needs a folder"} && shift 2 ;;
+        --wheels) value "$1" "a folder" "${2:-}" && wheels=$2 && shift 2 ;;
         --fetch-wheels) fetch_for=yes && shift ;;
-        --python) version=${2:?"--python needs a version such as 3.12"} && shift 2 ;;
+        --python) value "$1" "a version such as 3.12" "${2:-}" && version=$2 && shift 2 ;;
         -h | --help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit 0 ;;
         *) rest+=("$1") && shift ;;
     esac

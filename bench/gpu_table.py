@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 GIB = 2**30
+# Where what is said of a section begins, and how many of its faults are printed.
+INDENT, MOST = " " * 11, 12
 STEP_TARGET, MEMORY_TARGET = 1.05, 1.10
 Sections = Mapping[str, Mapping[str, Any]]
 
 
-def lines_of(name: str, found: Mapping[str, Any]) -> list[str]:
-    """A section's outcome, and what is wrong with it, at most 80 columns wide."""
+def wrap(text: str, width: int, first: str = "", indent: str = "") -> list[str]:
+    """``text`` in lines of ``width`` columns, the first after ``first``, the others after ``indent``. No word is cut."""
+    lines = textwrap.wrap(" ".join(text.split()), max(width, 2 * len(indent)), initial_indent=first,
+                          subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)  # fmt: skip
+    return lines or [first.rstrip()]
+
+
+def lines_of(name: str, found: Mapping[str, Any], width: int = 80) -> list[str]:
+    """A section's outcome, and what is wrong with it, in lines of ``width`` columns."""
     about = SAID.get(name, lambda found: "")(found) if found["status"] in ("ok", "failed") else found.get("reason", "")
-    lines = [f"{name:<11}{found['status']:<9}{found['seconds']:6.1f} s  {about}"]
+    head = f"{name:<11}{found['status']:<9}{found['seconds']:6.1f} s  "
+    lines = wrap(about, width, head, " " * len(head))
     if found.get("error"):
-        lines.append(f"           {found['error']}")
+        lines += wrap(found["error"], width, INDENT, INDENT)
     wrong = [f"{t['test']}: {t['error'].splitlines()[0] if t['error'] else ''}" for t in found.get("failed", ())]
     wrong += [
         f"{d['operation']} {d['region']} {d['inputs']}: cpu {d['cpu']}, gpu {d['gpu']}" for d in found.get("differ", ())
@@ -23,7 +34,9 @@ def lines_of(name: str, found: Mapping[str, Any]) -> list[str]:
     wrong += [f"{w['model']} {w['policy']} {w['where']}: {w['error']}" for w in found.get("waits", ())]
     wrong += [f"{r['model']} {r['policy']}: {_worst(r)}" for r in found.get("rows", ()) if r.get("ok") is False]
     wrong += list(found.get("left_out", ()))
-    return [line[:80] for line in [*lines, *(f"           {text}" for text in wrong[:12])]]
+    if len(wrong) > MOST:
+        wrong = [*wrong[:MOST], f"and {len(wrong) - MOST} more, in gpu.json"]
+    return lines + [line for text in wrong for line in wrap(text, width, INDENT, INDENT + "  ")]
 
 
 def _worst(row: Mapping[str, Any]) -> str:

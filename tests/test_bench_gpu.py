@@ -130,6 +130,10 @@ def test_the_scale_goes_the_same_way(bench, asked):
 
 # --- around them ------------------------------------------------------------------------------------------------------
 
+ROW = {"row": "resnet/fp16_master_dynamic/eager", "model": "resnet", "policy": "fp16_master_dynamic", "compiled": False, "batch": 256,
+       "mprun_ms": 103.0, "plain_ms": 100.0, "ratio": 1.03, "images_per_s": 2485.4, "peak_bytes": 22 * 2**30,
+       "predicted_bytes": 19 * 2**30}  # fmt: skip
+
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.test_gpu" name="test_a[fp16]" time="1"/>
 <testcase classname="tests.test_gpu" name="test_b" time="1"><failure message="RuntimeError: illegal access">long</failure></testcase>
@@ -169,17 +173,63 @@ def test_a_section_that_breaks_costs_itself_only(bench, tmp_path, monkeypatch, s
     assert found["seconds"] < 20
     assert said is None or said in found["log"]
     assert gpu.well({"suite": found}) is (status == "ok")
-    assert job.run(gpu.Section("suite", "section.py", 9), 1)["reason"] == "no time was left"
+    late = job.run(gpu.Section("suite", "section.py", 9), 1)
+    assert (late["status"], late["reason"]) == ("no time", "no time was left")
+
+
+def main(bench, monkeypatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
+    return int(bench("gpu").main())
+
+
+def test_correctness_that_never_ran_for_want_of_time_is_not_well(bench, tmp_path, monkeypatch, capsys):
+    words = ["--device", "cpu", "--tiny", "--limit", "8", "--out", str(tmp_path)]
+    assert main(bench, monkeypatch, *words) == 1
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["ok"] is False
+    assert {section["status"] for section in found["sections"].values()} == {"no time"}
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "NOT WELL: no time was left for suite, dtypes, sync, trajectory, parity"
+    assert main(bench, monkeypatch, *words, "--only", "speed") == 0, "speed never decides"
+    assert capsys.readouterr().out.splitlines()[-1] == "all well; no time was left for speed"
+
+
+def test_the_verdict_tells_no_time_from_cannot_run_here(bench):
+    gpu = bench("gpu")
+    here = {"suite": {"status": "ok"}, "sync": {"status": "skipped"}, "speed": {"status": "failed"}}
+    assert (gpu.well(here), gpu.verdict(here)) == (True, "all well; not ok, but never deciding: speed")
+    late = {**here, "dtypes": {"status": "no time"}, "parity": {"status": "timeout"}, "speed": {"status": "ok"}}
+    assert (gpu.well(late), gpu.verdict(late)) == (False, "NOT WELL: parity; no time was left for dtypes")
+
+
+@pytest.mark.parametrize("limit", ["0", "-5", "nan", "inf"])
+def test_a_limit_that_is_none_is_refused_in_one_line(bench, tmp_path, monkeypatch, capsys, limit):
+    words = ["--device", "cpu", "--tiny", f"--limit={limit}", "--out", str(tmp_path / "out")]
+    assert main(bench, monkeypatch, *words) == 2
+    said = capsys.readouterr()
+    assert (said.out, len(said.err.splitlines())) == ("", 1)
+    assert f"--limit {float(limit):g}: give seconds above 0" in said.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("words", "measures"), [(["cpu"], False), (["cpu", "--tiny"], False), (["cuda", "--tiny"], False), (["cuda"], True)])  # fmt: skip
+def test_what_measures_nothing_meets_no_target(bench, tmp_path, monkeypatch, capsys, words, measures):
+    gpu = bench("gpu")
+    monkeypatch.setattr(gpu, "BENCH", tmp_path)
+    monkeypatch.setattr(gpu, "machine", lambda device: {"gpu": {"name": "some GPU"} if device == "cuda" else None})
+    code = f"import json, sys; json.dump(dict(status='ok', rows=[{ROW!r}], left_out=[]), open(sys.argv[5], 'w'))"
+    (tmp_path / "gpu_speed.py").write_text(code)
+    assert main(bench, monkeypatch, "--only", "speed", "--out", str(tmp_path), "--device", *words) == 0
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert (found["measures"], len(found["table"])) == (measures, 2 if measures else 0)
+    assert found["sections"]["speed"]["rows"] == [ROW]
+    assert ("nothing was measured: gpu.json's table is left empty" in capsys.readouterr().out) is not measures
 
 
 def test_lines_fit_the_screen_and_the_table_answers_targets(bench):
     table = bench("gpu_table")
-    row = {"row": "resnet/fp16_master_dynamic/compiled", "model": "resnet", "policy": "fp16_master_dynamic", "compiled": False, "batch": 256,
-           "mprun_ms": 103.0, "plain_ms": 100.0, "ratio": 1.03, "images_per_s": 2485.4, "peak_bytes": 22 * 2**30,
-           "predicted_bytes": 19 * 2**30}  # fmt: skip
-    sections = {
-        "speed": {"status": "ok", "seconds": 100.0, "rows": [row], "left_out": ["vit/bf16/compiled: no time was left"]}
-    }
+    speed = {"status": "ok", "seconds": 100.0, "rows": [ROW], "left_out": ["vit/bf16/compiled: no time was left"]}
+    sections = {"speed": speed}
     lines = [*table.speed_lines(sections), *table.lines_of("speed", sections["speed"])]
     assert all(len(line) <= 80 for line in lines)
     assert any("no time was left" in line for line in lines)
@@ -187,10 +237,22 @@ def test_lines_fit_the_screen_and_the_table_answers_targets(bench):
     assert (step["ratio"], step["met"]) == (1.03, True)
     assert (memory["ratio"], memory["met"]) == (pytest.approx(22 / 19), False)
     assert "-13.6%" in table.speed_lines(sections)[1]
-    without = {"speed": {"rows": [{**row, "peak_bytes": None, "compiled": True}]}}
-    assert [entry["what"] for entry in table.table_of(without)] == [
-        "resnet fp16_master_dynamic compiled, batch 256: a step"
-    ]
+    without = {"speed": {"rows": [{**ROW, "peak_bytes": None, "compiled": True}]}}
+    only = table.table_of(without)
+    assert [entry["what"] for entry in only] == ["resnet fp16_master_dynamic compiled, batch 256: a step"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_reasons_are_wrapped_and_whole(bench, width):
+    reason = "torch tells of waiting on CUDA only; the steps were made all the same, and so " + "on and " * 20 + "on"
+    long = {"status": "failed", "seconds": 1.0, "passed": 1, "skipped": [], "error": reason,
+            "failed": [{"test": f"test_gpu::test_{n}", "error": reason} for n in range(14)]}  # fmt: skip
+    short = {"status": "skipped", "seconds": 1.0, "reason": reason}
+    for found, times in ((short, 1), (long, 13)):
+        lines = bench("gpu_table").lines_of("suite", found, width)
+        assert all(len(line) <= width for line in lines)
+        assert " ".join(" ".join(lines).split()).count(reason) == times
+    assert lines[-1].strip() == "and 2 more, in gpu.json"
 
 
 @pytest.mark.parametrize(
@@ -198,12 +260,16 @@ def test_lines_fit_the_screen_and_the_table_answers_targets(bench):
     [
         (["--fetch-wheels"], "--fetch-wheels needs one folder"),
         (["--wheels", "/nowhere", "--tiny"], "no .whl file there"),
+        (["--tiny", "--wheels"], "gpu.sh: --wheels needs a folder"),
+        (["--wheels", "--tiny"], "gpu.sh: --wheels needs a folder"),
+        (["--fetch-wheels", "--python"], "gpu.sh: --python needs a version such as 3.12"),
         (["--device", "cpu", "--tiny"], "--out is needed"),
     ],
 )
 def test_wrong_words_are_refused(words, said):
     done = shell(*words)
     assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+    assert not said.startswith("gpu.sh") or done.stderr == f"{said}\n"
 
 
 def wheel(folder: Path, name: str, code: str) -> None:
