@@ -1,7 +1,8 @@
-"""What the benches share: where things are, what machine this is, medians, and text between markers."""
+"""What the benches share: where things are, what machine this is, legal options, medians, and text between markers."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -20,6 +21,40 @@ RESULTS = ROOT / "bench" / "results"
 PACKAGES = ("torch", "torchvision", "timm", "hydra-core", "numpy")
 # What decides the numbers: a change elsewhere (a README, another bench) does not make a measurement stale.
 SOURCES = ("mprun", "conf", "recipes", "pyproject.toml", "constraints.txt")
+BUSY = 1.5  # load from which on others take processor time that a ratio may show
+
+
+def positive(text: str) -> int:
+    """A count for argparse: of rounds, steps, threads.
+
+    Raises:
+        argparse.ArgumentTypeError: not a whole number from 1 on.
+    """
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count: a whole number from 1 on, such as 3")
+    return value
+
+
+def unwritable(file: Path) -> str | None:
+    """Why a result cannot be written to ``file``, to be asked before anything is measured; None if it can."""
+    if file.is_dir():
+        return f"{file} is a folder: give a file"
+    if not file.parent.is_dir():
+        return f"the folder {file.parent} is not there: make it first"
+    if not os.access(file if file.exists() else file.parent, os.W_OK) or not os.access(file.parent, os.W_OK):
+        return f"{file} cannot be written: its folder, or the file, is read-only"
+    return None
+
+
+def busy_note() -> None:
+    """Say on stderr that the machine has other work, where it has: what is judged after this may be off."""
+    load = os.getloadavg()[0]
+    if load > BUSY:
+        print(f"the machine is busy (load {load:.1f}): ratios may be off", file=sys.stderr, flush=True)
 
 
 def about(*, threads: int | None = None, device: str | None = None) -> dict[str, Any]:

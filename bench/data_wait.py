@@ -20,21 +20,23 @@ import argparse
 import contextlib
 import io
 import os
+import signal
 import statistics
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import about, about_text, progress, save
+from common import about, about_text, busy_note, positive, progress, save
 from PIL import Image
 
 from mprun.cli import main as mprun
 from mprun.config import DatasetConfig
 from mprun.data import target_of
 from mprun.errors import MprunError
+from mprun.processes import STOPPED
 from mprun.signatures import import_target
 from mprun.tracking import read_metrics
 
@@ -65,21 +67,15 @@ OPTIONS = [
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--cases", nargs="+", metavar="NAME", help="those whose name contains one of these (default: all)"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="default 3")
-    parser.add_argument("--steps", type=int, default=60, help="steps of a run (default 60)")
-    parser.add_argument("--text", metavar="FILE", help="a text file")
-    parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
-    parser.add_argument("--json", action="store_true", help="write bench/results/data_wait.json")
-    args = parser.parse_args()
+    args, fail = parse()
     if args.threads:
         torch.set_num_threads(args.threads)
-    with tempfile.TemporaryDirectory() as folder:
+    busy_note()
+    with stoppable() as check, tempfile.TemporaryDirectory() as folder:
         cases = dict(usable(chosen(args.cases), text=args.text, files=Path(folder)))
-        found = measure(cases, rounds=args.rounds, steps=args.steps)
+        if not cases:
+            fail("no case is left to measure: every one that was asked for is left out")
+        found = measure(cases, rounds=args.rounds, steps=args.steps, check=check)
     rows = [row(name, found[name]) for name in cases]
     for one in rows:
         print(
@@ -93,8 +89,32 @@ def main() -> int:
         content = {"about": facts, "rounds": args.rounds, "steps": args.steps, "rows": rows, "table": table(rows)}
         print(save("data_wait", content))
     late = [one["case"] for one in rows if one["target"] is not None and one["wait_frac"] > TARGET]
-    print(f"target {100 * TARGET:.0f} %: {'missed by ' + '; '.join(late) if late else 'met'}")
+    judged = any(one["target"] is not None for one in rows)
+    result = "missed by " + "; ".join(late) if late else "met" if judged else "asked of none of these cases"
+    print(f"target {100 * TARGET:.0f} %: {result}")
     return 0
+
+
+def parse() -> tuple[argparse.Namespace, Callable[[str], Any]]:
+    """The options, and what refuses them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        metavar="NAME",
+        help=f"those whose name contains one of these (default: all): {'; '.join(CASES)}",
+    )
+    parser.add_argument("--rounds", type=positive, default=3, help="default 3")
+    parser.add_argument("--steps", type=positive, default=60, help="steps of a run (default 60)")
+    parser.add_argument("--text", metavar="FILE", help="a text file")
+    parser.add_argument("--threads", type=positive, help="torch threads (default: torch's own choice)")
+    parser.add_argument("--json", action="store_true", help="write bench/results/data_wait.json")
+    args = parser.parse_args()
+    if unknown := [word for word in args.cases or [] if not chosen([word])]:
+        parser.error(f"--cases {', '.join(map(repr, unknown))}: in no name. There are: {'; '.join(CASES)}")
+    if args.text and not (Path(args.text).is_file() and os.access(args.text, os.R_OK)):
+        parser.error(f"--text {args.text}: not a file that can be read")
+    return args, parser.error
 
 
 def chosen(words: list[str] | None) -> dict[str, list[str]]:
@@ -144,13 +164,49 @@ def make_files(folder: Path, *, count: int = FILES, size: tuple[int, int] = (160
                 Image.fromarray(pixels).save(place / f"{i:04}.jpg", quality=90)
 
 
-def measure(cases: dict[str, list[str]], *, rounds: int, steps: int) -> dict[str, list[dict[str, float]]]:
-    """One :func:`summary` a round for every case."""
+@contextlib.contextmanager
+def stoppable() -> Iterator[Callable[[], None]]:
+    """Let SIGINT and SIGTERM end the bench, its folders removed; gives a call that ends it if one came meanwhile.
+
+    During a run the signals are the run's own, which finishes its step; in its last step nothing else comes of them. Python
+    writes every signal that it handles into a pipe, whoever's handler it is, and there the call finds it.
+    """
+    reader, writer = os.pipe()
+    for end in (reader, writer):
+        os.set_blocking(end, False)
+
+    def stop(number: int, _frame: Any = None) -> None:
+        raise SystemExit(128 + number)
+
+    def check() -> None:
+        with contextlib.suppress(BlockingIOError):
+            for number in os.read(reader, 4096):
+                if number in (signal.SIGINT, signal.SIGTERM):
+                    stop(number)
+
+    handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield check
+    finally:
+        signal.set_wakeup_fd(before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.close(reader)
+        os.close(writer)
+
+
+def measure(
+    cases: dict[str, list[str]], *, rounds: int, steps: int, check: Callable[[], None]
+) -> dict[str, list[dict[str, float]]]:
+    """One :func:`summary` a round for every case; ``check`` is called after each run, and ends the bench if it is to end."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     for number in range(rounds):
         for name, words in cases.items():
             progress(f"round {number + 1}/{rounds} {name}")
-            found[name].append(summary(train(words, steps=steps)))
+            records = train(words, steps=steps)
+            check()
+            found[name].append(summary(records))
     progress("")
     return found
 
@@ -159,12 +215,14 @@ def train(words: list[str], *, steps: int) -> list[dict[str, Any]]:
     """The training records of one run.
 
     Raises:
-        SystemExit: the run failed.
+        SystemExit: the run failed, or a signal stopped it: then with the status of that.
     """
     quiet = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
         given = [*words, *OPTIONS, f"train.steps={steps}", f"hydra.run.dir={folder}{os.sep}run"]
         status = mprun(given)
+        if status in STOPPED:
+            raise SystemExit(status)
         if status:
             raise SystemExit(f"data_wait: mprun {' '.join(given)} ended with status {status}\n{quiet.getvalue()}")
         return [record for record in read_metrics(Path(folder, "run")) if record["kind"] == "train"]

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from common import about, about_text, progress, ratio_of_pairs, save
+from common import about, about_text, busy_note, positive, progress, ratio_of_pairs, save
 from torch import Tensor
 
 from mprun.config import Config
@@ -155,14 +155,15 @@ def table(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--rounds", type=int, default=9, help="default 9")
-    parser.add_argument("--steps", type=int, default=5, help="steps of a contestant in a round (default 5)")
-    parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
+    parser.add_argument("--rounds", type=positive, default=9, help="default 9")
+    parser.add_argument("--steps", type=positive, default=5, help="steps of a contestant in a round (default 5)")
+    parser.add_argument("--threads", type=positive, help="torch threads (default: torch's own choice)")
     parser.add_argument("--no-native", action="store_true", help="leave torch's slow half kernels out")
     parser.add_argument("--json", action="store_true", help="write bench/results/fp16_models.json")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
+    busy_note()
     names = [name for name in CONTESTANTS if not (args.no_native and name == "native")]
     rows = []
     for case in args.cases:

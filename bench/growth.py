@@ -50,13 +50,17 @@ AXES: dict[str, tuple[str, str, Callable[[Path, bool], list[Series]]]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--axes", nargs="+", default=list(AXES), choices=list(AXES))
-    parser.add_argument("--rounds", type=int, default=5, help="default 5")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads (default 1: steps are small)")
+    parser.add_argument("--rounds", type=common.positive, default=5, help="default 5")
+    parser.add_argument("--threads", type=common.positive, default=1, help="torch threads (default 1: steps are small)")
     parser.add_argument(
         "--small", action="store_true", help="few and small sizes: seconds, and numbers that mean nothing"
     )
     parser.add_argument("--json", action="store_true", help="write bench/results/growth.json and the plots")
     args = parser.parse_args()
+    if args.small and args.json:
+        parser.error("--small with --json: its numbers mean nothing, so they are not kept")
+    if not args.small:
+        common.busy_note()
     torch.set_num_threads(args.threads)
     rows: list[Row] = []
     for axis in args.axes:
@@ -64,16 +68,15 @@ def main() -> int:
         rows += found
         print(f"{axis}")
         for row in found:
-            mark = "" if row.met else "  MISSED"
-            print(
-                f"  {row.name:<36} p {row.exponent:5.2f} (at most {row.most:g}), {row.over_linear:.2f} of linear; "
-                f"{row.text}{mark}"
-            )
+            print(line(row, judged=not args.small), flush=True)
         if args.json:
             title, xlabel, _ = AXES[axis]
             save_plot(draw(found, title, xlabel), common.RESULTS / f"growth_{axis}.png")
     facts = common.about(threads=args.threads)
     print(common.about_text(facts))
+    if args.small:
+        print("--small: the sizes are too small for these numbers to mean anything, so nothing is judged")
+        return 0
     late = [f"{row.axis}: {row.name}" for row in rows if not row.met]
     print(
         f"target {LINEAR:g} (linear), {OVER:g} of a straight line: {'missed by ' + '; '.join(late) if late else 'met'}"
@@ -82,6 +85,16 @@ def main() -> int:
         content = {"about": facts, "target": LINEAR, "rounds": args.rounds, "rows": [row.plain() for row in rows]}
         print(common.save("growth", merged(content)))
     return 0
+
+
+def line(row: Row, *, judged: bool) -> str:
+    """A row for people; without a word of targets where it is not ``judged``."""
+    if not judged:
+        return f"  {row.name:<36} p {row.exponent:5.2f}, {row.over_linear:5.2f} of linear; {row.text}"
+    return (
+        f"  {row.name:<36} p {row.exponent:5.2f} (at most {row.most:.2f}), {row.over_linear:5.2f} of linear; "
+        f"{row.text}{'' if row.met else '  MISSED'}"
+    )
 
 
 def run_axis(axis: str, *, rounds: int, small: bool) -> list[Row]:
@@ -112,12 +125,13 @@ def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     if row["axis"] == axis and row["most"] == most]  # fmt: skip
             steepest = worst(held)
             count, ratio, target = len(held), steepest.exponent, most
+            of = f"{count} costs" if count > 1 else "the one cost"
             if most <= FLAT:
-                what = f"{title}: what must not grow, the steepest of {count}"
+                what = f"{title}: what must not grow" + (f", the steepest of {count}" if count > 1 else "")
             elif steepest.met or steepest.exponent > most:
-                what = f"{title}: exponent of {count} costs, the steepest"
+                what = f"{title}: exponent of {of}" + (", the steepest" if count > 1 else "")
             else:  # it is the bend that misses the target
-                what = f"{title}: the largest size over a straight line, worst of {count} costs"
+                what = f"{title}: the largest size over a straight line" + (f", worst of {of}" if count > 1 else "")
                 ratio, target = steepest.over_linear, OVER
             found.append(
                 {

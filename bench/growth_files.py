@@ -191,9 +191,9 @@ def lived(folder: Path, *, small: bool) -> list[Series]:
 
     panel = "a real run, at a step of it"
     return [
-        Series("ms a step, logged", sizes, of("pace"), panel=panel, most=FLAT, exact=True, unit="ms, MB, kB"),
-        Series("resident memory (MB)", sizes, of("memory"), panel=panel, most=FLAT, exact=True, unit="ms, MB, kB"),
-        Series("checkpoint (kB)", sizes, of("checkpoint"), panel=panel, most=FLAT, exact=True, unit="ms, MB, kB"),
+        Series("a step, logged", sizes, of("pace"), panel=panel, most=FLAT, exact=True),
+        Series("resident memory", sizes, of("memory"), panel=panel, most=FLAT, exact=True, unit="MB"),
+        Series("checkpoint", sizes, of("checkpoint"), panel=panel, most=FLAT, exact=True, unit="kB"),
     ]
 
 

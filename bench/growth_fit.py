@@ -178,7 +178,7 @@ def worst(rows: Sequence[Row]) -> Row:
 
 def draw(rows: Sequence[Row], title: str, xlabel: str) -> Figure:
     """Costs against sizes, both logarithmic: points, a + b * size as a line, exponents in the legend; a panel a group."""
-    panels = list(dict.fromkeys((row.panel, row.unit) for row in rows))
+    panels = list(dict.fromkeys(row.panel for row in rows))
     columns = 2 if len(panels) == 4 else min(len(panels), 3)
     lines = math.ceil(len(panels) / columns)
     height = 0.9 + 3.5 * lines
@@ -187,8 +187,8 @@ def draw(rows: Sequence[Row], title: str, xlabel: str) -> Figure:
     axes = figure.subplots(lines, columns, squeeze=False).ravel()
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
-    for axis, (panel, unit) in zip(axes, panels, strict=False):
-        _panel(axis, [row for row in rows if (row.panel, row.unit) == (panel, unit)], panel, unit, xlabel)
+    for axis, panel in zip(axes, panels, strict=False):
+        _panel(axis, [row for row in rows if row.panel == panel], panel, xlabel)
     bad, last = [row for row in rows if not row.met], worst(rows)
     head = f"{title}: steepest p = {last.exponent:.2f} (at most {last.most:g})"
     said = "nothing above its target" if not bad else f"{len(bad)} of {len(rows)} above the target (✗)"
@@ -199,13 +199,15 @@ def draw(rows: Sequence[Row], title: str, xlabel: str) -> Figure:
     return figure
 
 
-def _panel(axis: Axes, rows: Sequence[Row], panel: str, unit: str, xlabel: str) -> None:
+def _panel(axis: Axes, rows: Sequence[Row], panel: str, xlabel: str) -> None:
+    units = list(dict.fromkeys(row.unit for row in rows))
     for number, row in enumerate(rows):
         colour = COLOURS[number % len(COLOURS)]
         a, b = linear(row.size, row.cost)
         x = np.geomspace(row.size[0], row.size[-1], 60)
         axis.plot(x, a + b * x, color=colour, linewidth=1.1, alpha=0.75, zorder=2)
-        label = f"{row.name}  p = {row.exponent:.2f}" + ("" if row.met else "  ✗")
+        name = f"{row.name} ({row.unit})" if len(units) > 1 else row.name
+        label = f"{name}  p = {row.exponent:.2f}" + ("" if row.met else "  ✗")
         axis.plot(
             row.size, row.cost, MARKERS[number % len(MARKERS)], color=colour, markersize=4.5, label=label, zorder=3
         )
@@ -217,7 +219,7 @@ def _panel(axis: Axes, rows: Sequence[Row], panel: str, unit: str, xlabel: str) 
     pad = max(0.0, (1 - span) / 2) + 0.1 * max(span, 1)
     axis.set_ylim(low / 10**pad, high * 10 ** (pad + 0.085 * len(rows) * max(span, 1)))
     axis.set_xlabel(xlabel, color=INK, fontsize=9)
-    axis.set_ylabel(unit, color=INK, fontsize=9)
+    axis.set_ylabel(", ".join(units), color=INK, fontsize=9)
     axis.set_title(panel, loc="left", fontsize=9.5, color=INK)
     ticks = _ticks(min(row.size[0] for row in rows), max(row.size[-1] for row in rows))
     axis.xaxis.set_major_locator(FixedLocator(ticks))

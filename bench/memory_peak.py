@@ -98,11 +98,10 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
 
 
 def main() -> int:
+    models, policies = (list(dict.fromkeys(row[index] for row in ROWS)) for index in (0, 1))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--rows", nargs="+", default=["resnet50", "vit_small", "gpt"], choices=list(MODELS), metavar="NAME"
-    )
-    parser.add_argument("--policies", nargs="+", metavar="NAME", help="of these rows only (default: all)")
+    parser.add_argument("--rows", nargs="+", default=models, choices=models, help="models (default: all)")
+    parser.add_argument("--policies", nargs="+", choices=policies, help="of these rows only (default: all)")
     parser.add_argument("--no-phases", action="store_true", help="leave out building, evaluation, saving, resuming")
     parser.add_argument("--json", action="store_true", help="write bench/results/memory_peak.json")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
@@ -112,6 +111,9 @@ def main() -> int:
         print(json.dumps(measure(compose(args.worker).config, device, phases=not args.no_phases)))
         return 0
     chosen = [row for row in ROWS if row[0] in args.rows and (not args.policies or row[1] in args.policies)]
+    if not chosen:
+        there = "; ".join(f"{model}: {', '.join(p for m, p, _ in ROWS if m == model)}" for model in args.rows)
+        parser.error(f"no row has one of --policies {' '.join(args.policies)} (there are {there})")
     rows = []
     print(f"{'model':<10} {'policy':<20} {'with':<26} {'estimate':>9} {'resident':>9} {'ratio':>6} {'allocator':>9} "
           f"{'ratio':>6} {'left':>5} {'held':>5}   MiB")  # fmt: skip

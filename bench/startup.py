@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import about, about_text, progress, ratio_of_pairs, save
+from common import about, about_text, busy_note, positive, progress, ratio_of_pairs, save
 from startup_commands import TARGET_S, add_commands, import_lines, measure_commands
 
 TARGET = 1.10
@@ -84,7 +84,9 @@ class Times:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="rounds that count (default 7); one more warms the disk")
+    parser.add_argument(
+        "--rounds", type=positive, default=7, help="rounds that count (default 7); one more warms the disk"
+    )
     parser.add_argument("--only", choices=("steps", "commands"), help="one part alone; nothing is written then")
     parser.add_argument("--json", action="store_true", help="write bench/results/startup.json")
     parser.add_argument("--imports", action="store_true", help="compare the imports of both instead")
@@ -92,6 +94,7 @@ def main() -> int:
     if args.imports:
         compare_imports()
         return 0
+    busy_note()
     result: dict[str, Any] = {
         "about": about(threads=int(os.environ.get("OMP_NUM_THREADS", "0")) or None),
         "target": TARGET,

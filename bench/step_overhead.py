@@ -25,7 +25,8 @@ on a GPU, nothing of mprun is installed while the others run (``plain_kernels: t
 thresholds: mprun sets them on the CPU and nobody can take them back, so the others' steps gain from them too.
 
 Contestants take turns in short blocks, whose order rotates; after a change of kernels one step is not counted. Ratios
-are medians over rounds of ratios within a round. ``cpu_ratio_to_plain`` is the same of processor time: on a busy machine,
+are medians over rounds of ratios within a round (``ratio of pairs``), so that they may differ a little from the quotient of the
+median milliseconds beside them. ``cpu_ratio_to_plain`` is the same of processor time: on a busy machine,
 with one thread, it tells more than the clock. Targets: at most 1.00 times ``plain`` at 25m, 1.03 at 5m and tiny, and below
 every peer.
 """
@@ -43,7 +44,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import about, about_text, progress, ratio_of_pairs, save
+from common import about, about_text, busy_note, positive, progress, ratio_of_pairs, save, unwritable
+from peer_loops import PEERS, importable
 from step_cases import MODELS, PRECISIONS, Case, Kernels, Loop, distance, make_case
 from step_loops import Mprun, Plain
 
@@ -60,8 +62,14 @@ PEER_TOLERANCE = 0.3
 # In a full measurement a round is a block of steps by everyone. Seconds that the blocks of one contestant take at least.
 BLOCK_S, QUICK_BLOCK_S = 0.4, 0.12
 ROUNDS, QUICK_ROUNDS, NATIVE_ROUNDS = 11, 7, 3
-# Seconds for a row of a quick measurement, from the composing of its case; three rounds are made in any case.
-QUICK_S = {"tiny": 2.0, "5m": 2.5, "25m": 4.0}
+# Seconds of a quick measurement over all rows, from the composing of the first case; two rounds of each are made in any case.
+QUICK_S, LEAST_ROUNDS = 48.0, 2
+# How much of what is left of it a row takes, beside the rows that follow.
+QUICK_SHARE = {"tiny": 2.0, "5m": 2.5, "25m": 4.0}
+LEGEND = (
+    "ms: medians over rounds; ratio of pairs: mprun to plain within a round, the median over rounds "
+    "(it need not be the quotient of the medians)"
+)
 
 
 @dataclass
@@ -77,9 +85,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     device = torch.device({"auto": "cuda" if torch.cuda.is_available() else "cpu"}.get(args.device, args.device))
-    rows = []
-    for model, precision, accumulate in cases(args):
-        row = measure_case(model, precision, accumulate, device, args)
+    busy_note()
+    print(LEGEND, flush=True)
+    rows, asked = [], cases(args)
+    deadline = time.perf_counter() + QUICK_S if args.quick else math.inf
+    for number, (model, precision, accumulate) in enumerate(asked):
+        until = share(asked[number:], now=time.perf_counter(), deadline=deadline)
+        row = measure_case(model, precision, accumulate, device, args, until)
         rows.append(row)
         print(line(row), flush=True)
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
@@ -103,17 +115,31 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), help="default: all")
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS, help="default: all")
-    parser.add_argument("--accumulate", nargs="+", type=int, metavar="K", help="micro-batches a step (default 1 4)")
-    parser.add_argument("--rounds", type=int, help=f"default {ROUNDS}; {QUICK_ROUNDS} with --quick")
-    parser.add_argument("--peers", nargs="+", metavar="NAME", help="default: all that can be imported")
+    parser.add_argument(
+        "--accumulate", nargs="+", type=positive, metavar="K", help="micro-batches a step (default 1 4)"
+    )
+    parser.add_argument("--rounds", type=positive, help=f"default {ROUNDS}; {QUICK_ROUNDS} with --quick")
+    parser.add_argument("--peers", nargs="+", choices=list(PEERS), help="default: all that can be imported")
     parser.add_argument("--no-peers", action="store_true", help="the plain loop alone")
-    parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
+    parser.add_argument("--threads", type=positive, help="torch threads (default: torch's own choice)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument(
         "--quick", action="store_true", help="the plain loop alone, short; accumulate 1, and 4 for tiny"
     )
     parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="default bench/results/step_overhead.json")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here; cpu and auto are possible")
+    if args.peers and (args.quick or args.no_peers):
+        parser.error(
+            f"--peers with {'--quick' if args.quick else '--no-peers'}, which leaves them out: give one of both"
+        )
+    if absent := [name for name in args.peers or [] if name not in importable()]:
+        there = ", ".join(importable()) or "none"
+        parser.error(f"--peers {' '.join(absent)}: not installed here (there: {there}); bench/setup_peers.sh gets them")
+    if args.json and (why := unwritable(Path(args.json))):
+        parser.error(f"--json {why}")
+    return args
 
 
 def cases(args: argparse.Namespace) -> list[tuple[str, str, int]]:
@@ -122,12 +148,19 @@ def cases(args: argparse.Namespace) -> list[tuple[str, str, int]]:
     return [(model, p, k) for model in args.models for k in counts[model] for p in args.precisions]
 
 
+def share(left: Sequence[tuple[str, str, int]], *, now: float, deadline: float) -> float:
+    """Until when the first of the rows that are ``left`` may take, so that all of them end at ``deadline``."""
+    if math.isinf(deadline):
+        return deadline
+    part = QUICK_SHARE[left[0][0]] / sum(QUICK_SHARE[model] for model, _, _ in left)
+    return now + max(deadline - now, 0.0) * part
+
+
 def measure_case(
-    model: str, precision: str, accumulate: int, device: torch.device, args: argparse.Namespace
+    model: str, precision: str, accumulate: int, device: torch.device, args: argparse.Namespace, until: float
 ) -> dict[str, Any]:
     """One row: everybody's times on one case, after mprun and the plain loop were seen to do the same."""
     progress(f"{model} {precision} x{accumulate}")
-    until = time.perf_counter() + QUICK_S[model] if args.quick else math.inf
     case = make_case(model, precision, accumulate, device)
     gc.collect()
     gc.freeze()  # what is there already is not looked through again, whoever's step it is
@@ -180,8 +213,6 @@ def peers(case: Case, mprun: Mprun, kernels: Kernels, args: argparse.Namespace) 
     """
     if args.quick or args.no_peers or case.config.precision.mode.value == "master":
         return {}
-    from peer_loops import PEERS, importable
-
     found: dict[str, tuple[Loop, float]] = {}
     for name in args.peers or importable():
         peer = PEERS[name][1](case)
@@ -197,13 +228,13 @@ def peers(case: Case, mprun: Mprun, kernels: Kernels, args: argparse.Namespace) 
 
 
 def take_turns(loops: Sequence[Loop], kernels: Kernels, args: argparse.Namespace, until: float) -> dict[str, Times]:
-    """Rounds of one block by everyone, in an order that rotates; from the third round on not beyond ``until``."""
+    """Rounds of one block by everyone, in an order that rotates; those beyond :data:`LEAST_ROUNDS` end before ``until``."""
     rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
     once = max(turn(loop, kernels, 1).wall[0] for loop in loops)
     steps = min(max(math.ceil((QUICK_BLOCK_S if args.quick else BLOCK_S) / once), 1), 20)
     times = {loop.name: Times() for loop in loops}
     for number in range(rounds):
-        start = number % len(loops)
+        begin, start = time.perf_counter(), number % len(loops)
         for loop in [*loops[start:], *loops[:start]]:
             progress(
                 f"{loop.case.model} {loop.case.precision} x{loop.case.accumulate} {number + 1}/{rounds} {loop.name}"
@@ -211,7 +242,8 @@ def take_turns(loops: Sequence[Loop], kernels: Kernels, args: argparse.Namespace
             taken = turn(loop, kernels, steps)
             times[loop.name].wall += taken.wall
             times[loop.name].cpu += taken.cpu
-        if number >= 2 and time.perf_counter() > until:
+        now = time.perf_counter()
+        if number + 1 >= LEAST_ROUNDS and now + (now - begin) > until:
             break
     progress("")
     return times
@@ -264,7 +296,9 @@ def on_torch_kernels(case: Case, mprun: Mprun, kernels: Kernels) -> dict[str, An
 def line(row: dict[str, Any]) -> str:
     """A row for people."""
     name = f"{row['model']:<5}{row['precision']:<20} x{row['accumulate']}"
-    text = f"{name} {row['step_ms']:8.2f} ms, plain {row['plain_ms']:8.2f} ms: {row['ratio_to_plain']:.3f}"
+    text = (
+        f"{name} {row['step_ms']:8.2f} ms, plain {row['plain_ms']:8.2f} ms, ratio of pairs {row['ratio_to_plain']:.3f}"
+    )
     text += f" (processor {row['cpu_ratio_to_plain']:.3f})"
     for peer, found in row["peers"].items():
         mark = "" if found["comparable"] else "*"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -85,3 +88,69 @@ def test_a_real_run_is_measured_and_kept(bench, monkeypatch, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "digits not augmented, resnet" in printed
     assert ("target 2 %: met" in printed) == kept["table"][0]["met"]
+
+
+def run(bench: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """The exit status of the bench."""
+    monkeypatch.setattr(sys, "argv", ["data_wait", *words])
+    try:
+        return bench.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--cases", "digits", "nosuch"], "'nosuch': in no name. There are: digits, vit;"),
+        (["--cases", "text file"], "no case is left to measure"),
+        (["--text", "/nope"], "/nope: not a file that can be read"),
+        (["--rounds", "0"], "'0' is not a count"),
+        (["--steps", "-3"], "'-3' is not a count"),
+        (["--threads", "two"], "'two' is not a count: a whole number from 1 on"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(bench, monkeypatch, capsys, words, said):
+    assert run(bench, monkeypatch, *words) == 2
+    found = capsys.readouterr()
+    assert said in found.err
+    assert "met" not in found.out
+
+
+def test_a_case_without_a_target_is_not_said_to_meet_it(bench, monkeypatch, capsys):
+    records = [{"perf/step_ms": 8.0, "perf/data_wait_frac": 0.001}] * 3
+    monkeypatch.setattr(bench, "train", lambda words, *, steps: records)
+    assert run(bench, monkeypatch, "--cases", "synthetic", "--rounds", "1") == 0
+    assert capsys.readouterr().out.endswith("target 2 %: asked of none of these cases\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_last_step_of_a_run_ends_the_bench(bench, monkeypatch, tmp_path, number):
+    """The run's own handler has it, and the run ends as if nothing had come."""
+    runs = []
+
+    def finish(words: list[str], *, steps: int) -> list[dict[str, Any]]:
+        runs.append(words)
+        bench_handler = signal.signal(number, lambda *_: None)
+        os.kill(os.getpid(), number)
+        signal.signal(number, bench_handler)
+        return [{"perf/step_ms": 8.0, "perf/data_wait_frac": 0.001}]
+
+    monkeypatch.setattr(bench, "train", finish)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = signal.getsignal(number)
+    assert run(bench, monkeypatch, "--cases", "JPEG files, 0", "--rounds", "5") == 128 + number
+    assert len(runs) == 1
+    assert not list(tmp_path.iterdir()), "the image files are removed"
+    assert signal.getsignal(number) is before
+
+
+def test_a_run_that_a_signal_stopped_ends_the_bench_with_its_status(bench, monkeypatch):
+    monkeypatch.setattr(bench, "mprun", lambda words: 143)
+    assert run(bench, monkeypatch, "--cases", "digits, vit") == 143
+
+
+def test_a_signal_between_runs_ends_the_bench(bench):
+    with pytest.raises(SystemExit) as end, bench.stoppable():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert end.value.code == 143

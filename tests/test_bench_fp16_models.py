@@ -73,3 +73,13 @@ def test_the_table_judges_each_target(bench: Any) -> None:
     assert found == [(9.0, 9.0, True), (0.91, 0.9, False), (8.9, 9.0, False), (1.25, 1.25, True)]
     assert [line["at_least"] for line in lines] == [True, False, True, False]  # the sign in the tables of the docs
     assert all("ms" in line["measured"] for line in lines)
+
+
+@pytest.mark.parametrize("option", ["--rounds", "--steps", "--threads"])
+def test_counts_below_one_are_refused(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fp16_models", option, "0"])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert "'0' is not a count" in capsys.readouterr().err

@@ -101,6 +101,50 @@ def test_every_axis_runs_and_is_drawn_and_told(bench, tmp_path, monkeypatch):
     assert len(again["rows"]) == len(rows)
 
 
+def test_small_sizes_are_not_judged(bench, monkeypatch, capsys):
+    growth, fit = bench("growth"), bench("growth_fit")
+    steep = fit.Row("batch", "steep", "ms", "", fit.LINEAR, SIZES, [n**2 for n in SIZES])
+    monkeypatch.setattr(growth, "run_axis", lambda *_args, **_more: [steep])
+    monkeypatch.setattr(growth.torch, "set_num_threads", lambda count: None)
+    said = {}
+    for words in ([], ["--small"]):
+        monkeypatch.setattr(sys, "argv", ["growth", "--axes", "batch", *words])
+        assert growth.main() == 0
+        said[bool(words)] = capsys.readouterr().out
+    assert "(at most 1.10)" in said[False]
+    assert "MISSED" in said[False]
+    assert "missed by batch: steep" in said[False]
+    assert "nothing is judged" in said[True]
+    assert not any(word in said[True] for word in ("MISSED", "target", "at most"))
+    for words, why in (["--small", "--json"], "not kept"), (["--rounds", "0"], "'0' is not a count"):
+        monkeypatch.setattr(sys, "argv", ["growth", *words])
+        with pytest.raises(SystemExit):
+            growth.main()
+        assert why in capsys.readouterr().err
+
+
+def test_a_row_has_its_own_unit_and_a_panel_all_of_its(bench):
+    growth, fit, files = bench("growth"), bench("growth_fit"), bench("growth_files")
+    series = files.lived(Path("unused"), small=True)
+    assert [one.unit for one in series] == ["ms", "MB", "kB"]
+    rows = [
+        fit.Row("length", one.name, one.unit, one.panel, one.most, SIZES, [9.0 + n for n in SIZES]) for one in series
+    ]
+    assert growth.line(rows[1], judged=True).endswith(" MB  MISSED")
+    (axis,) = fit.draw(rows, "Length", "steps").axes
+    assert axis.get_ylabel() == "ms, MB, kB"
+    assert "(MB)" in axis.get_legend().get_texts()[1].get_text()
+
+
+def test_one_cost_is_not_the_steepest_of_one(bench):
+    growth, fit = bench("growth"), bench("growth_fit")
+    flat = [fit.Row("runs", name, "ms", "", fit.FLAT, SIZES, [5.0 for _ in SIZES]).plain() for name in "ab"]
+    assert growth.table(flat[:1])[0]["what"] == "Number of runs: what must not grow"
+    assert growth.table(flat)[0]["what"] == "Number of runs: what must not grow, the steepest of 2"
+    line = fit.Row("runs", "a", "ms", "", fit.LINEAR, SIZES, SIZES).plain()
+    assert growth.table([line])[0]["what"] == "Number of runs: exponent of the one cost"
+
+
 def test_the_table_shows_the_number_that_misses_its_target(bench):
     growth, fit = bench("growth"), bench("growth_fit")
     bent = fit.Row("runs", "bent", "ms", "", fit.LINEAR, SIZES, [1000 + (n / 80) ** 2 for n in SIZES])

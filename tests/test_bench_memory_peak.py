@@ -189,3 +189,24 @@ def test_the_bench_measures_a_step(bench: ModuleType) -> None:
     assert all(line["met"] == (line["ratio"] <= line["target"]) for line in lines.values())
     assert row["phases"]["save"] < 0.1 * row["state"]
     bench.print_row(row)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--rows", "resnet50", "--policies", "bf16_master"],
+            "no row has one of --policies bf16_master (there are resnet50: fp32",
+        ),
+        (["--policies", "fp17"], "'fp16_master_dynamic'"),
+        (["--rows", "mlp"], "'vit_small'"),
+    ],
+)
+def test_a_choice_without_rows_is_refused(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["memory_peak", *words])
+    with pytest.raises(SystemExit) as end:
+        bench.main()
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err

@@ -184,3 +184,10 @@ def test_words_that_could_be_idle_are_looked_at(key):
     assert may_idle([f"++{key}=1"])
     assert not may_idle(["model=vit", "seed=1"])
     assert not idle_words(["model=vit", "seed=1"], {}), "what is not looked at has nothing to say"
+
+
+def test_no_rounds_are_refused(bench, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["startup", "--rounds", "0"])
+    with pytest.raises(SystemExit):
+        bench("startup").main()
+    assert "'0' is not a count" in capsys.readouterr().err

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -155,3 +157,85 @@ def test_a_row_with_peers_names_them_and_leaves_other_precisions_out_of_the_judg
     assert (plain["ratio"], plain["target"], plain["met"]) == (2.0, 1.0, False)
     assert (timm["what"], timm["ratio"], timm["met"]) == ("training step beside timm", 0.5, True)
     assert "accelerate*" in overhead.line(row)
+    assert "ratio of pairs 2.000" in overhead.line(row)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rounds", "0"], "'0' is not a count"),
+        (["--threads", "-1"], "'-1' is not a count"),
+        (["--accumulate", "1", "0"], "'0' is not a count"),
+        (["--accumulate", "1.5"], "'1.5' is not a count: a whole number from 1 on"),
+        (["--models", "huge"], "'tiny'"),
+        (["--peers", "nosuch"], "'accelerate'"),
+        (["--peers", "timm", "--quick"], "--peers with --quick"),
+        (["--json", "nowhere/found.json"], "the folder nowhere is not there"),
+        (["--json", "."], ". is a folder"),
+    ],
+)
+def test_what_cannot_be_measured_or_written_is_refused_before(bench, capsys, monkeypatch, tmp_path, words, said):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        bench("step_overhead").main(words)
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there_and_a_peer_that_is_not_installed_are_refused(bench, capsys, monkeypatch):
+    overhead = bench("step_overhead")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(overhead, "importable", lambda: ["timm"])
+    for words, said in (
+        (["--device", "cuda"], "no GPU here"),
+        (["--peers", "timm", "fabric"], "--peers fabric: not inst"),
+    ):
+        with pytest.raises(SystemExit):
+            overhead.parse(words)
+        assert said in capsys.readouterr().err
+    assert overhead.parse(["--peers", "timm"]).peers == ["timm"]
+
+
+def test_the_rows_of_a_quick_measurement_share_its_time(bench):
+    """Whoever takes less leaves it to the rest, and nobody is promised time after the deadline."""
+    overhead = bench("step_overhead")
+    rows = overhead.cases(overhead.parse(["--quick"]))
+    now, ends = 0.0, []
+    for number in range(len(rows)):
+        now = overhead.share(rows[number:], now=now, deadline=48.0)
+        ends.append(now)
+    assert ends == sorted(ends)
+    assert ends[-1] == pytest.approx(48.0)
+    assert overhead.share(rows[3:], now=50.0, deadline=48.0) == 50.0
+
+
+def test_a_row_whose_time_is_over_makes_two_rounds(bench):
+    cases, loops, overhead = bench("step_cases"), bench("step_loops"), bench("step_overhead")
+    case = cases.make_case("tiny", "fp32", 1, torch.device("cpu"))
+    pair = [loops.Mprun(case), loops.Plain(case)]
+    args = overhead.parse(["--quick"])
+    times = overhead.take_turns(pair, cases.Kernels(case), args, until=0.0)
+    assert [len(each.wall) for each in times.values()] == [2, 2]
+
+
+@pytest.mark.parametrize(("load", "said"), [(0.4, ""), (3.25, "the machine is busy (load 3.2): ratios may be off\n")])
+def test_a_busy_machine_is_said(bench, monkeypatch, capsys, load, said):
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    bench("common").busy_note()
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("word", ["0", "-2", "1.5", "", "many"])
+def test_only_a_whole_number_from_one_on_is_a_count(bench, word):
+    common = bench("common")
+    with pytest.raises(argparse.ArgumentTypeError, match="whole number from 1 on"):
+        common.positive(word)
+    assert common.positive("12") == 12
+
+
+def test_the_script_for_peers_tells_its_usage_and_refuses_other_words():
+    script = str(BENCH / "setup_peers.sh")
+    for words, status in ((["--help"], 0), (["--nosuch"], 2), (["one", "two"], 2)):
+        done = subprocess.run(["bash", script, *words], capture_output=True, text=True, check=False)
+        assert done.returncode == status
+        assert "usage: bench/setup_peers.sh [FOLDER]" in done.stdout + done.stderr
