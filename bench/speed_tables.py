@@ -103,8 +103,8 @@ def line(entry: dict[str, Any]) -> tuple[str, ...]:
 
 
 def number(ratio: float) -> str:
-    """Three significant digits; small ones as they are."""
-    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.4f}"
+    """Two decimals; shares of a few per cent with four."""
+    return f"{ratio:.4f}" if 0 < ratio < 0.1 else f"{ratio:.2f}"
 
 
 def closeness(entry: dict[str, Any]) -> tuple[bool, float]:

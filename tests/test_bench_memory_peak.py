@@ -171,6 +171,7 @@ def test_a_tensor_that_an_import_set_aside_is_counted(bench: ModuleType) -> None
     assert sum(bench.distinct(CPU).values()) - before == kept.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="reads the memory of a process as Linux tells it"
 )
