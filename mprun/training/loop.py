@@ -145,7 +145,7 @@ def attempt(run: Run, window: list[Batch]) -> None:
         result = train_step(run.state, window, probe=probe)
     run.state.counters.attempts += 1
     run.window_attempts += 1
-    position, ids = run.state.position, [int(i) for batch in window for i in batch.ids[:8]]
+    position, ids = run.state.position, [i for batch in window for i in batch.ids[:8].tolist()]
     kept = window if run.state.device.type == "cpu" else None
     run.pending.append(Pending(result, position.epoch, position.batch, len(window), tuple(ids[:8]), kept, probe, rng))
     for sink in run.sinks:
