@@ -181,3 +181,27 @@ def test_a_slow_dataset_is_told_by_its_share(tmp_path):
         share = record["perf/data_wait_frac"]
         waited_ms = record["perf/step_ms"] * share / (1 - share)
         assert waited_ms >= 1e3 * 4 * SLEEP_S, "each of the four samples slept"
+
+
+class Writes(torch.nn.Module):
+    """Writes into its input, in a way that autograd follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(1))
+        self.layer = torch.nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.bias
+        return self.layer(x.flatten(1))
+
+
+def writes(num_classes: int = 10) -> torch.nn.Module:
+    return Writes()
+
+
+def test_batches_that_are_gathered_together_share_nothing(tmp_path):
+    """A model that adds to its input in place would drag the other batches into its graph, if they were views of one tensor."""
+    words = ["model=python", "model.name=tests.test_data_wait:writes", "trust=[tests]", "train.steps=6", "train.accumulate=2",
+             "tracking=disabled", f"hydra.run.dir={tmp_path / 'run'}"]  # fmt: skip
+    assert main(words) == 0

@@ -62,9 +62,13 @@ def shift(images: Tensor, generator: torch.Generator, background: float) -> Tens
     Returns:
         The moved images, as ``images`` in shape, dtype and device.
     """
-    chosen = torch.rand(len(images), generator=generator) < 0.5
-    offsets = torch.randint(-1, 2, (2, len(images)), generator=generator) * chosen
-    return _move(images, offsets, 1, background)
+    return _move(images, _draw_shift(len(images), generator), 1, background)
+
+
+def _draw_shift(count: int, generator: torch.Generator) -> Tensor:
+    """How far each of ``count`` images moves down and right: (2, count), int64."""
+    chosen = torch.rand(count, generator=generator) < 0.5
+    return torch.randint(-1, 2, (2, count), generator=generator) * chosen
 
 
 def crop(images: Tensor, generator: torch.Generator, background: float) -> Tensor:
@@ -72,15 +76,26 @@ def crop(images: Tensor, generator: torch.Generator, background: float) -> Tenso
 
     Args and returns as for :func:`shift`.
     """
-    offsets = torch.randint(-CROP_PADDING, CROP_PADDING + 1, (2, len(images)), generator=generator)
-    return _move(images, offsets, CROP_PADDING, background)
+    return _move(images, _draw_crop(len(images), generator), CROP_PADDING, background)
+
+
+def _draw_crop(count: int, generator: torch.Generator) -> Tensor:
+    """As :func:`_draw_shift`."""
+    return torch.randint(-CROP_PADDING, CROP_PADDING + 1, (2, count), generator=generator)
 
 
 def flip(images: Tensor, generator: torch.Generator, background: float) -> Tensor:
     """Swap left and right in half of the images. Args and returns as for :func:`shift`."""
-    count = len(images)
-    chosen = torch.rand(count, generator=generator) < 0.5
-    wanted = torch.arange(count) + count * chosen
+    return _flip(images, _draw_flip(len(images), generator), background)
+
+
+def _draw_flip(count: int, generator: torch.Generator) -> Tensor:
+    """Which of ``count`` images are swapped: (count,), bool."""
+    return torch.rand(count, generator=generator) < 0.5
+
+
+def _flip(images: Tensor, chosen: Tensor, background: float) -> Tensor:
+    wanted = torch.arange(len(images)) + len(images) * chosen
     # Choosing whole images copies them; torch.where looks at each pixel, which on the CPU takes four times as long.
     return torch.cat((images, images.flip(-1))).index_select(0, wanted.to(images.device, non_blocking=True))
 
@@ -108,6 +123,17 @@ def _row_begins(count: int, channels: int, height: int, width: int, margin: int,
 
 
 _BATCHWISE: dict[str, Batchwise] = {"shift": shift, "crop": crop, "flip": flip}
+# What is drawn, and what is done with it: draws belong to a batch, but pixels of several batches move in one go.
+_DRAWS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
+    "shift": _draw_shift,
+    "crop": _draw_crop,
+    "flip": _draw_flip,
+}
+_DOES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "shift": lambda images, drawn, background: _move(images, drawn, 1, background),
+    "crop": lambda images, drawn, background: _move(images, drawn, CROP_PADDING, background),
+    "flip": _flip,
+}
 assert tuple(_BATCHWISE) == BATCHWISE, "names.py lists them for those who must not import torch"
 
 
@@ -141,13 +167,29 @@ class Pipeline:
         Returns:
             Images of the same shape, dtype and device.
         """
-        generator = torch.Generator().manual_seed(subseed("augment", address.seed, address.epoch, address.number))
+        generator = _generator(address)
         for name in self.names:
             if name in _BATCHWISE:
                 images = _BATCHWISE[name](images, generator, self.background)
             else:
                 images = _one_by_one(name, images, address)
         return images
+
+    def together(self, images: Tensor, addresses: Sequence[Address]) -> Tensor:
+        """Augment several batches, whose images follow one another, each as a call of its own would.
+
+        On a batch of a few kilobytes every operation costs more than its pixels, on a GPU a launch. Not for a pipeline that
+        is ``on_cpu``.
+        """
+        generators = [_generator(address) for address in addresses]
+        for name in self.names:
+            drawn = [_DRAWS[name](len(a.ids), generator) for a, generator in zip(addresses, generators, strict=True)]
+            images = _DOES[name](images, torch.cat(drawn, -1), self.background)
+        return images
+
+
+def _generator(address: Address) -> torch.Generator:
+    return torch.Generator().manual_seed(subseed("augment", address.seed, address.epoch, address.number))
 
 
 def _one_by_one(name: str, images: Tensor, address: Address) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from mprun.data.finish import Finish
 from mprun.data.loader import load_batches
 from mprun.data.sampler import Sampler
 from mprun.errors import ConfigError
+
+# Small batches are gathered and augmented several at a time, up to this size of images: each operation costs some 10 us.
+TOGETHER_BYTES = 2**18
 
 
 @dataclass(frozen=True)
@@ -103,16 +107,27 @@ class TensorData:
             for address, ids, (images, labels) in load_batches(load, wanted, workers=self.workers, device=self.device):
                 yield self.finish(images, labels, ids, address)
             return
-        for address, ids in wanted:
-            images, labels = self.train.gather(ids)
+        bytes_of_batch = self.sampler.batch_size * self.train.images[:1].nbytes
+        while some := list(islice(wanted, max(TOGETHER_BYTES // max(bytes_of_batch, 1), 1))):
+            images, labels = self.train.gather(torch.cat([ids for _, ids in some]))
             if self.pipeline is not None:
-                images = self.pipeline(images, address)
-            yield self.finish(images, labels, ids, address)
+                images = self.pipeline.together(images, [address for address, _ in some])
+            parts = zip(_apart(images, some), _apart(labels, some), strict=True)
+            for (address, ids), (x, y) in zip(some, parts, strict=True):
+                yield self.finish(x, y, ids, address)
 
     def val_batches(self) -> Iterator[Batch]:
         """The validation split in order, in batches of the training batch size."""
         for ids in torch.split(torch.arange(len(self.val)), self.sampler.batch_size):
             yield self.finish(*self.val.gather(ids), ids, None)
+
+
+def _apart(joined: Tensor, batches: Sequence[tuple[Address, Tensor]]) -> list[Tensor]:
+    """``joined`` in pieces as long as the batches. Copies: a model may write into its input, and views share a history."""
+    if len(batches) == 1:
+        return [joined]
+    sizes = [len(ids) for _, ids in batches]
+    return [part.clone() for part in torch.split(joined, sizes)]
 
 
 def _augmented(split: Split, pipeline: Pipeline, address: Address) -> tuple[Tensor, Tensor]:
