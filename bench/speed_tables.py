@@ -5,6 +5,7 @@ Every one of them writes a list ``table`` into its results: what, measured, rati
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from common import ROOT, about_text, load
@@ -27,14 +28,18 @@ FEW = 3  # rows of a bench that the README shows in full
 
 
 def markdown_speed() -> str:
-    """The README's table: of each bench its rows, or where they are many the worst of them."""
+    """The README's tables: the step, case by case; of each other bench its rows, or where they are many the worst of them."""
     rows: list[tuple[str, ...]] = []
     places: dict[str, list[str]] = {}
+    parts: list[str] = []
     for bench in BENCHES:
         content = load(bench)
         if content is None or not content.get("table"):
             continue
         places.setdefault(about_text(content["about"]), []).append(f"`bench/{bench}.py`")
+        if bench == "step_overhead":
+            parts += steps(content)
+            continue
         entries = content["table"]
         if len(entries) <= FEW:
             rows += [line(entry) for entry in entries]
@@ -42,9 +47,35 @@ def markdown_speed() -> str:
         met = sum(entry["met"] for entry in entries)
         what, *rest = line(max(entries, key=closeness))
         rows.append((f"{what} (worst of {len(entries)}, {met} met)", *rest))
-    if not rows:
-        return "Not measured yet: `python bench/step_overhead.py --json`."
-    return "\n\n".join([table(HEADS, rows, right=[2, 3]), *measured_by(places)])
+    if rows:
+        parts.append(table(HEADS, rows, right=[2, 3]))
+    return "\n\n".join([*parts, *measured_by(places)]) or "Not measured yet: `python bench/step_overhead.py --json`."
+
+
+def steps(content: dict[str, Any]) -> list[str]:
+    """The step's time over that of a loop by hand, a row for each model; and the peers in a sentence."""
+    rows = content["rows"]
+    precisions = list(dict.fromkeys(row["precision"] for row in rows))
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        cells = [
+            " / ".join(f"{row['ratio_to_plain']:.2f}" for row in own if row["precision"] == precision)
+            for precision in precisions
+        ]
+        lines.append((f"{own[0]['parameters'] / 1e6:.2g} M parameters", *cells))
+    counts = " / ".join(dict.fromkeys(str(row["accumulate"]) for row in rows))
+    head = f"a step over the same step by hand, {counts} micro-batches"
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for name, peer in row["peers"].items():
+            if peer["comparable"]:
+                found.setdefault(name, []).append(peer["ratio_mprun_to_peer"])
+    sentence = ", ".join(
+        f"{name} {statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for name, r in found.items()
+    )
+    made = [table((head, *(f"`{p}`" for p in precisions)), lines, right=range(1, len(precisions) + 1))]
+    return made + ([f"Over a step of other trainers, median of all cases and range: {sentence}."] if sentence else [])
 
 
 def markdown_targets() -> str:
