@@ -132,9 +132,9 @@ def table(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     lines = []
 
     def judge(row: dict[str, Any], a: str, b: str, ratio: float, target: float, *, at_least: bool) -> None:
-        ms, bound = row["step_ms"], "at least" if at_least else "at most"
+        ms = row["step_ms"]
         lines.append({
-            "what": f"{row['case']}, {row['parameters'] / 1e6:.2f} M parameters: {a} to {b}, {bound}",
+            "what": f"{row['case']}, {row['parameters'] / 1e6:.2f} M parameters: {a} over {b}",
             "measured": f"a training step takes {ms[a]:.1f} ms in {a} and {ms[b]:.1f} ms in {b}",
             "ratio": ratio,
             "target": target,
@@ -177,7 +177,8 @@ def main() -> int:
     lines = table(rows)
     print(about_text(facts))
     for line in lines:
-        print(f"{line['what']} {line['target']:g}: {line['ratio']:.2f}, {'met' if line['met'] else 'missed'}")
+        bound = "at least" if line["at_least"] else "at most"
+        print(f"{line['what']}, {bound} {line['target']:g}: {line['ratio']:.2f}, {'met' if line['met'] else 'missed'}")
     if args.json:
         counts = {"rounds": args.rounds, "steps": args.steps}
         print(save("fp16_models", {"about": facts, **counts, "rows": rows, "table": lines}))

@@ -1,6 +1,5 @@
 import json
 import random
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,7 @@ COMBINATIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def config(*, seed: int = 0, batch_size: int = 16, **dataset: Any) -> Config:

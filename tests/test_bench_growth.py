@@ -346,6 +346,13 @@ def test_a_sweep_that_is_left_early_knows_the_jobs_that_were_begun(tmp_path, sav
     assert [job for job in read_sweep(sweep.folder).jobs if job.hash] == begun
 
 
+def test_a_kill_loses_no_job_whose_folder_could_be_another_the_next_time(tmp_path, saves):
+    """Words may give a job a folder by the clock: composed again it would run a second time, so it is written down before it runs."""
+    sweep = Sweep(tmp_path / "s", (), [Job(number, (f"seed={number}",), ()) for number in range(1, 101)])
+    for number, _ in enumerate(mprun.sweeps.plan.planned(sweep, ["hydra.sweep.subdir=${now:%H-%M-%S}"]), start=1):
+        assert sum(bool(job.hash) for job in read_sweep(sweep.folder).jobs) == number
+
+
 def test_jobs_of_earlier_batches_are_not_gone_through_again(tmp_path, saves, monkeypatch):
     sweep = Sweep(tmp_path / "s", (), [Job(number, (), (), "a", f"f{number % 7}") for number in range(1, 51)])
     looked = []

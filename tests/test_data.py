@@ -23,12 +23,7 @@ CPU = torch.device("cpu")
 Make = Callable[..., Data]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def config(*, seed: int = 0, trust: tuple[str, ...] = (), batch_size: int = 64, **dataset: Any) -> Config:

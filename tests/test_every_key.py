@@ -28,13 +28,7 @@ from mprun.training.state import TrainState
 from tests.case_code import latest
 from tests.conftest import FP16, make_config
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def leaves(node: Any, path: str = "") -> list[str]:

@@ -22,12 +22,7 @@ TASK = {"dataset.task": "language_model", "optimizer.lr": 3e-3}
 CONTEXT, VOCAB = 12, 29
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def model(seed: int = 0, **keys: Any) -> GPT:

@@ -33,15 +33,16 @@ print("kept" if found() is not None else "free")
 """
 
 
+def said_free(folder: Path, code: str) -> None:
+    """Run ``code`` in a process that finds the modules in ``folder``."""
+    begin = f"import sys; sys.path.insert(0, {str(folder)!r})\n"
+    done = subprocess.run([sys.executable, "-c", begin + code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "free", done.stderr
+
+
 def test_what_the_importing_function_held_is_free_again(tmp_path: Path) -> None:
     (tmp_path / "looks_at_frames.py").write_text(CYCLE)
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{CALLER}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.strip() == "free", done.stderr
+    said_free(tmp_path, CALLER)
 
 
 HOLDS_ITSELF = """
@@ -74,13 +75,7 @@ print("kept" if found() is not None else "free")
 def test_the_first_model_of_a_process_is_free_again_also_if_it_holds_itself(tmp_path: Path) -> None:
     """torch imports its compiler for the first optimizer, and by then there is a model."""
     (tmp_path / "holds_itself.py").write_text(HOLDS_ITSELF)
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{FIRST_RUN}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.strip() == "free", done.stderr
+    said_free(tmp_path, FIRST_RUN)
 
 
 def test_what_an_earlier_run_left_behind_is_not_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:

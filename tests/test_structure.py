@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from mprun.compose import compose
 from mprun.errors import ConfigError
-from mprun.training import structure
-from mprun.training.buffers import named_buffers, walk
+from mprun.training.buffers import named_buffers
+from mprun.training.build import build, switches
+from mprun.training.loop import save
 from mprun.training.observe import observe
+from mprun.training.run import Run, best_of
 from mprun.training.step import train_step
 from mprun.training.structure import Structure
 from tests.conftest import FP16, batch
@@ -25,10 +30,11 @@ def small() -> nn.Module:
 
 
 def check(found: Structure, model: nn.Module) -> None:
-    assert found.buffered() == [(path, m) for path, m in model.named_modules() if m._buffers]
-    assert [p for own in found.parameters() for p in own.values()] == list(model.parameters())
-    assert named_buffers(found.buffered()) == list(model.named_buffers())
-    assert walk(model) == list(model.named_modules())
+    now = found.current()
+    assert now.buffered == [(path, m) for path, m in model.named_modules() if m._buffers]
+    assert [p for own in now.parameters for p in own.values()] == list(model.parameters())
+    assert named_buffers(now.buffered) == list(model.named_buffers())
+    assert now.modules == set(model.modules())
 
 
 SPARE = nn.BatchNorm1d(2)  # made before, so that torch has nothing to tell
@@ -63,8 +69,8 @@ def test_steps_of_an_unchanged_model_look_nothing_up(make_state, monkeypatch):
     state = make_state(small(), **{**FP16, "train.ema.decay": 0.9})
     window = [batch(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))]
     train_step(state, window)
-    looks = []
-    monkeypatch.setattr(structure, "walk", lambda model: looks.append(1) or walk(model))
+    looks, look = [], Structure.look
+    monkeypatch.setattr(Structure, "look", lambda self: looks.append(1) or look(self))
     for _ in range(5):
         train_step(state, window)
     assert looks == []
@@ -106,14 +112,29 @@ def test_a_module_that_is_dropped_leaves_the_average_too(make_state):
 
 
 @pytest.mark.parametrize("name", ["2.1.weight", "2.1"])
-def test_a_deletion_is_refused_before_a_checkpoint_is_written(make_state, name):
+def test_a_deletion_is_refused(make_state, name):
     """torch does not tell of it; the optimizer would go on with a parameter that nothing uses."""
     state = make_state(small())
-    state.refuse_changed()
+    window = [batch(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))]
     path, _, attribute = name.rpartition(".")
-    delattr(state.model.get_submodule(path), attribute)
+    inner = state.model.get_submodule(path)
+    inner.forward = lambda x: delattr(inner, attribute) or x[:, :2]  # in the middle of a step
     with pytest.raises(ConfigError, match=r"removes the parameter 2\.1\.weight"):
-        state.refuse_changed()
+        train_step(state, window)
+
+
+def test_an_exchange_behind_torchs_back_is_refused_before_a_checkpoint_is_written(tmp_path, monkeypatch):
+    """A module written into its parent's dictionary: torch does not tell of it, and there are as many as before."""
+    config = compose(["model=mlp", "dataset.limit=64", "tracking=disabled", "device=cpu"]).config
+    with switches(config, torch.device("cpu")):
+        state, data, plan = build(config, torch.device("cpu"))
+        run = Run(config, state, data, plan, [], tmp_path, best_of(config))
+        save(run)
+        name, layer = next((n, m) for n, m in state.model.named_modules() if isinstance(m, nn.Linear))
+        path, _, attribute = name.rpartition(".")
+        state.model.get_submodule(path)._modules[attribute] = copy.deepcopy(layer)
+        with pytest.raises(ConfigError, match=f"exchanges the parameter {name}.weight"):
+            save(run)
 
 
 @pytest.mark.parametrize("registers", [False, True])

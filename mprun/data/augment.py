@@ -27,7 +27,6 @@ from mprun.errors import ConfigError
 
 CROP_PADDING = 4
 
-Batchwise = Callable[[Tensor, torch.Generator, float], Tensor]
 Samplewise = Callable[[Tensor], Tensor]
 
 
@@ -48,60 +47,41 @@ class Address:
     ids: tuple[int, ...]
 
 
-def shift(images: Tensor, generator: torch.Generator, background: float) -> Tensor:
-    """Move half of the images by up to one pixel each way.
-
-    An image is chosen with probability 1/2; a chosen one moves by one of the 9 offsets in {-1, 0, 1}², drawn evenly,
-    and ``background`` comes in at the border.
-
-    Args:
-        images: (B, C, H, W), any dtype and device. Not changed.
-        generator: a CPU generator, drawn from.
-        background: the value of an empty pixel.
-
-    Returns:
-        The moved images, as ``images`` in shape, dtype and device.
-    """
-    return _move(images, _draw_shift(len(images), generator), 1, background)
-
-
 def _draw_shift(count: int, generator: torch.Generator) -> Tensor:
-    """How far each of ``count`` images moves down and right: (2, count), int64."""
+    """Move half of the images by up to one pixel each way: how far down and right, (2, count), int64.
+
+    An image is chosen with probability 1/2; a chosen one moves by one of the 9 offsets in {-1, 0, 1}², drawn evenly.
+    """
     chosen = torch.rand(count, generator=generator) < 0.5
     return torch.randint(-1, 2, (2, count), generator=generator) * chosen
 
 
-def crop(images: Tensor, generator: torch.Generator, background: float) -> Tensor:
-    """Pad by 4 pixels of ``background`` on all sides and cut the old size out, at one of 9 x 9 places drawn evenly.
-
-    Args and returns as for :func:`shift`.
-    """
-    return _move(images, _draw_crop(len(images), generator), CROP_PADDING, background)
-
-
 def _draw_crop(count: int, generator: torch.Generator) -> Tensor:
-    """As :func:`_draw_shift`."""
+    """Pad by 4 pixels on all sides and cut the old size out, at one of 9 x 9 places drawn evenly: as :func:`_draw_shift`."""
     return torch.randint(-CROP_PADDING, CROP_PADDING + 1, (2, count), generator=generator)
 
 
-def flip(images: Tensor, generator: torch.Generator, background: float) -> Tensor:
-    """Swap left and right in half of the images. Args and returns as for :func:`shift`."""
-    return _flip(images, _draw_flip(len(images), generator), background)
-
-
 def _draw_flip(count: int, generator: torch.Generator) -> Tensor:
-    """Which of ``count`` images are swapped: (count,), bool."""
+    """Swap left and right in half of the images: in which, (count,), bool."""
     return torch.rand(count, generator=generator) < 0.5
 
 
 def _flip(images: Tensor, chosen: Tensor, background: float) -> Tensor:
+    """Images (B, C, H, W) of any dtype and device, those ``chosen`` swapped."""
     wanted = torch.arange(len(images)) + len(images) * chosen
-    # Choosing whole images copies them; torch.where looks at each pixel, which on the CPU takes four times as long.
+    # Choosing whole images copies them; torch.where looks at each pixel, which takes longer on the CPU.
     return torch.cat((images, images.flip(-1))).index_select(0, wanted.to(images.device, non_blocking=True))
 
 
 def _move(images: Tensor, offsets: Tensor, margin: int, background: float) -> Tensor:
-    """Move image i by ``offsets[0, i]`` down and ``offsets[1, i]`` right; both within ``margin``."""
+    """Move image i by ``offsets[0, i]`` down and ``offsets[1, i]`` right; both within ``margin``.
+
+    Args:
+        images: (B, C, H, W), any dtype and device. Not changed.
+        offsets: (2, B), int64, on the CPU.
+        margin: the largest of them.
+        background: comes in at the border.
+    """
     down, right = offsets
     padded = functional.pad(images, (margin,) * 4, value=background)
     height, width = images.shape[2:]
@@ -122,18 +102,37 @@ def _row_begins(count: int, channels: int, height: int, width: int, margin: int,
     return (planes + rows).flatten(1)
 
 
-_BATCHWISE: dict[str, Batchwise] = {"shift": shift, "crop": crop, "flip": flip}
-# What is drawn, and what is done with it: draws belong to a batch, but pixels of several batches move in one go.
-_DRAWS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
-    "shift": _draw_shift,
-    "crop": _draw_crop,
-    "flip": _draw_flip,
-}
-_DOES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    "shift": lambda images, drawn, background: _move(images, drawn, 1, background),
-    "crop": lambda images, drawn, background: _move(images, drawn, CROP_PADDING, background),
-    "flip": _flip,
-}
+@dataclass(frozen=True)
+class Batchwise:
+    """An augmentation of whole batches.
+
+    Attributes:
+        draw: what is random, for so many images, from a CPU generator; belongs to a batch.
+        move: carries out what was drawn; for several batches in one go as well.
+    """
+
+    draw: Callable[[int, torch.Generator], Tensor]
+    move: Callable[[Tensor, Tensor, float], Tensor]
+
+    def __call__(self, images: Tensor, generator: torch.Generator, background: float) -> Tensor:
+        """One batch.
+
+        Args:
+            images: (B, C, H, W), any dtype and device. Not changed.
+            generator: a CPU generator, drawn from.
+            background: the value of an empty pixel.
+
+        Returns:
+            The moved images, as ``images`` in shape, dtype and device.
+        """
+        return self.move(images, self.draw(len(images), generator), background)
+
+
+shift = Batchwise(_draw_shift, lambda images, drawn, background: _move(images, drawn, 1, background))
+crop = Batchwise(_draw_crop, lambda images, drawn, background: _move(images, drawn, CROP_PADDING, background))
+flip = Batchwise(_draw_flip, _flip)
+
+_BATCHWISE = {"shift": shift, "crop": crop, "flip": flip}
 assert tuple(_BATCHWISE) == BATCHWISE, "names.py lists them for those who must not import torch"
 
 
@@ -167,29 +166,25 @@ class Pipeline:
         Returns:
             Images of the same shape, dtype and device.
         """
-        generator = _generator(address)
-        for name in self.names:
-            if name in _BATCHWISE:
-                images = _BATCHWISE[name](images, generator, self.background)
-            else:
-                images = _one_by_one(name, images, address)
-        return images
+        return self.together(images, [address])
 
     def together(self, images: Tensor, addresses: Sequence[Address]) -> Tensor:
         """Augment several batches, whose images follow one another, each as a call of its own would.
 
-        On a batch of a few kilobytes every operation costs more than its pixels, on a GPU a launch. Not for a pipeline that
-        is ``on_cpu``.
+        On a batch of a few kilobytes every operation costs more than its pixels, on a GPU a launch.
         """
-        generators = [_generator(address) for address in addresses]
+        generators = [
+            torch.Generator().manual_seed(subseed("augment", at.seed, at.epoch, at.number)) for at in addresses
+        ]
         for name in self.names:
-            drawn = [_DRAWS[name](len(a.ids), generator) for a, generator in zip(addresses, generators, strict=True)]
-            images = _DOES[name](images, torch.cat(drawn, -1), self.background)
+            if (part := _BATCHWISE.get(name)) is not None:
+                drawn = [part.draw(len(at.ids), own) for at, own in zip(addresses, generators, strict=True)]
+                images = part.move(images, torch.cat(drawn, -1), self.background)
+            else:
+                each = torch.split(images, [len(at.ids) for at in addresses])
+                done = [_one_by_one(name, some, at) for some, at in zip(each, addresses, strict=True)]
+                images = torch.cat(done)
         return images
-
-
-def _generator(address: Address) -> torch.Generator:
-    return torch.Generator().manual_seed(subseed("augment", address.seed, address.epoch, address.number))
 
 
 def _one_by_one(name: str, images: Tensor, address: Address) -> Tensor:

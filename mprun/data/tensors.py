@@ -1,8 +1,9 @@
 """Small image sets, held whole in memory and gathered by index.
 
 For a set of a few megabytes a data loader costs more than the training step: Python touches each sample, worker
-processes start, batches are copied over. Here an epoch is one permutation and each batch one gather on the device. Only
-where an augmentation takes its images one by one does the training split stay on the CPU, and ``dataset.workers`` count.
+processes start, batches are copied over. Here an epoch is one permutation, and a batch (or several small ones) one gather
+on the device. Only where an augmentation takes its images one by one does the training split stay on the CPU, and
+``dataset.workers`` count.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mprun.data.loader import load_batches
 from mprun.data.sampler import Sampler
 from mprun.errors import ConfigError
 
-# Small batches are gathered and augmented several at a time, up to this size of images: each operation costs some 10 us.
+# Small batches are gathered and augmented several at a time, up to this size of images: an operation costs more than its pixels.
 TOGETHER_BYTES = 2**18
 
 
@@ -53,7 +54,7 @@ class Split:
     def gather(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Images and labels with these numbers, (B,) int64 on the CPU. Does not wait for the device."""
         index = ids.to(self.labels.device, non_blocking=True)
-        # Not images[index]: on the CPU that looks each pixel up, this copies whole images, ten times as fast.
+        # Not images[index]: on the CPU that looks each pixel up, this copies whole images.
         return self.images.index_select(0, index), self.labels.index_select(0, index)
 
 

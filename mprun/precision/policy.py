@@ -36,6 +36,12 @@ from mprun.errors import ConfigError, PrecisionError
 
 SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 LONG = {short: dtype for dtype, short in SHORT.items()}
+# torch's flags for sums in half inside a matrix product.
+IN_HALF = (
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
 
 
 def to_torch(dtype: DType) -> torch.dtype:
@@ -235,14 +241,6 @@ def matmul_precision(policy: PrecisionPolicy) -> Iterator[None]:
         yield
     finally:
         _set_flags(before)
-
-
-# torch's flags for sums in half inside a matrix product.
-IN_HALF = (
-    "allow_fp16_reduced_precision_reduction",
-    "allow_bf16_reduced_precision_reduction",
-    "allow_fp16_accumulation",
-)
 
 
 def _set_flags(flags: dict[tuple[Any, str], Any]) -> None:

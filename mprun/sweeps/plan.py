@@ -152,8 +152,8 @@ def planned(sweep: Sweep, hydra_words: Sequence[str], *, first: int = 0) -> Iter
                 sweep.jobs[index] = job
                 unsaved += 1
             # The file holds all jobs: written after each of them it would cost the square of their number. What a kill
-            # loses is composed again.
-            if unsaved * SAVE_PART > index:
+            # loses is composed again, and gets the same folder, unless words that may look at the clock say which.
+            if unsaved and (hydra_words or unsaved * SAVE_PART > index):
                 sweep.save()
                 unsaved = 0
             yield job

@@ -27,7 +27,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 # Shape, dtype and device of a buffer; None for one that is registered as None.
 Form = tuple[torch.Size, torch.dtype, torch.device] | None
-# Modules with their dotted paths, as :func:`walk` finds them.
+# Modules with their dotted paths, in the order of ``named_modules``.
 Modules = list[tuple[str, nn.Module]]
 Copies = Callable[[nn.Module, str], bool]
 
@@ -155,26 +155,8 @@ class Snapshot:
         yield from self.written.items()
 
 
-def walk(model: nn.Module) -> Modules:
-    """``list(model.named_modules())`` in half the time."""
-    found: Modules = []
-    seen: set[nn.Module] = set()
-    waiting: Modules = [("", model)]
-    while waiting:
-        path, module = waiting.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        found.append((path, module))
-        inner = module._modules
-        if inner:
-            start = path + "." if path else ""
-            waiting += [(start + name, child) for name, child in reversed(inner.items()) if child is not None]
-    return found
-
-
 def named_buffers(modules: Modules) -> list[tuple[str, Tensor]]:
-    """``model.named_buffers()`` of a model whose modules, with their paths, are known (:func:`walk`)."""
+    """``model.named_buffers()`` of a model of which those modules that have buffers are known."""
     found: dict[Tensor, str] = {}
     for path, module in modules:
         for name, buffer in module._buffers.items():

@@ -118,7 +118,9 @@ class TrainState:
     def named_truth(self) -> Iterator[tuple[str, Tensor]]:
         """Names with the FP32 truth of every parameter, then every buffer: what the EMA is fed from."""
         yield from self.weights
-        yield from ((name, buffer) for name, buffer in named_buffers(self.structure.buffered()) if writable(buffer))
+        yield from (
+            (name, buffer) for name, buffer in named_buffers(self.structure.current().buffered) if writable(buffer)
+        )
 
     def run_forward(self, inputs: Any, policy: PrecisionPolicy | None = None) -> Tensor:
         """The model's output for ``inputs``, under ``policy`` (the training policy if None), in one autocast region.
@@ -164,8 +166,8 @@ class TrainState:
 
     def start_window(self) -> Snapshot:
         """What the forward passes of a window can move, so that one which is not applied can be undone (:meth:`undo_buffers`)."""
-        buffered = [module for _, module in self.structure.buffered()]
-        return Snapshot.take(buffered, written=self.written, known=self.structure.modules())
+        now = self.structure.current()
+        return Snapshot.take([module for _, module in now.buffered], written=self.written, known=now.modules)
 
     def undo_buffers(self, saved: Snapshot, applied: Tensor) -> None:
         """Put ``saved`` back unless ``applied`` (0-D bool on the device; not read by the host while buffers keep their form).
@@ -173,17 +175,18 @@ class TrainState:
         Raises:
             ConfigError: the forward pass added or exchanged a parameter.
         """
-        self.parameters.refuse_changed(self.model, self.structure.parameters())
-        saved.keep_if(applied, [module for _, module in self.structure.buffered()])
+        now = self.structure.current()
+        self.parameters.refuse_changed(self.model, now.parameters)
+        saved.keep_if(applied, [module for _, module in now.buffered])
 
     def refuse_changed(self) -> None:
-        """See once more that the model has the parameters that it was built with, also that none was deleted.
+        """See once more that the model has the parameters that it was built with, however they might have been exchanged.
 
         Raises:
             ConfigError: one was added, exchanged or removed.
         """
         self.structure.look()
-        self.parameters.refuse_changed(self.model, self.structure.parameters())
+        self.parameters.refuse_changed(self.model, self.structure.parameters)
 
     def late_buffers(self) -> list[str]:
         """Names of buffers that were filled, registered, resized or removed since the start."""

@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 )
 
 from mprun.training.arrival import ParameterDict
-from mprun.training.buffers import Modules, has_extra_state, walk
+from mprun.training.buffers import Modules, has_extra_state
 
 
 class _Registrations:
@@ -43,53 +43,46 @@ register_module_module_registration_hook(_note)
 
 
 class Structure:
-    """The modules of ``model`` that hold something."""
+    """The modules of ``model`` that hold something. Ask through :meth:`current`.
+
+    Attributes:
+        modules: all modules.
+        buffered: those that have (or had) buffers, or have extra state, with their paths, in the order of ``named_modules``.
+        parameters: what every module that has (or had) parameters holds them in, in the same order.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._seen = -1, -1
-        self._modules: Set[nn.Module] = frozenset()
-        self._buffered: Modules = []
-        self._parameters: list[ParameterDict] = []
+        self.modules: Set[nn.Module] = frozenset()
+        self.buffered: Modules = []
+        self.parameters: list[ParameterDict] = []
         self._entries: list[Mapping[str, Any]] = []
+        self._seen = -1, -1
 
-    def buffered(self) -> Modules:
-        """Modules that have (or had) buffers, or have extra state, with their paths, in the order of ``named_modules``."""
-        self._look_if_changed()
-        return self._buffered
-
-    def parameters(self) -> list[ParameterDict]:
-        """What every module that has (or had) parameters holds them in, in the order of ``named_modules``."""
-        self._look_if_changed()
-        return self._parameters
-
-    def modules(self) -> Set[nn.Module]:
-        """All modules."""
-        self._look_if_changed()
-        return self._modules
+    def current(self) -> Structure:
+        """This one, looked up again if something has changed."""
+        if self._seen != self._now():
+            self.look()
+        return self
 
     def look(self) -> None:
         """Look it all up now."""
         # One that has no buffer any more is kept: a window that is lost gives it back.
-        before = {module for _, module in self._buffered}
-        self._buffered, self._parameters, self._entries = [], [], []
-        found = walk(self.model)
-        self._modules = frozenset(module for _, module in found)
+        before = {module for _, module in self.buffered}
+        self.buffered, self.parameters, self._entries = [], [], []
+        found = list(self.model.named_modules())
+        self.modules = frozenset(module for _, module in found)
         for path, module in found:
             self._entries.append(module._modules)
             if module._parameters:  # what is in it is looked at in every step
-                self._parameters.append(module._parameters)
+                self.parameters.append(module._parameters)
             else:
                 self._entries.append(module._parameters)
             if module._buffers or module in before or has_extra_state(module):
-                self._buffered.append((path, module))
+                self.buffered.append((path, module))
             else:
                 self._entries.append(module._buffers)
         self._seen = self._now()
-
-    def _look_if_changed(self) -> None:
-        if self._seen != self._now():
-            self.look()
 
     def _now(self) -> tuple[int, int]:
         return _Registrations.count, sum(map(len, self._entries))
